@@ -1,0 +1,1 @@
+"""Checkpoints: the names of the weights and the files that hold them."""

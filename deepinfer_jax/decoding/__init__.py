@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling and the generation loop (spec 9.6)."""

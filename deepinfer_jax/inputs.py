@@ -1,0 +1,79 @@
+"""Checking what the caller passes, before any compute.
+
+Values are checked where they are known; under a caller's own `jax.jit` only shapes and dtypes are.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax.config import Config
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values of x can be looked at now."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def token_batch(tokens: Any, config: Config, name: str = "tokens") -> jax.Array:
+    """Token ids as int32 [B, S].
+
+    Raises:
+        ValueError: not a two-dimensional array of integers, empty, or an id outside the vocabulary.
+    """
+    shape, dtype = np.shape(tokens), jnp.result_type(tokens)
+    if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape [batch, length], got {dtype} {list(shape)}"
+        )
+    if 0 in shape:
+        raise ValueError(
+            f"{name} must hold at least one sequence of at least one token, got {list(shape)}"
+        )
+    if is_known(tokens):
+        values = np.asarray(tokens)
+        wrong = (values < 0) | (values >= config.vocab_size)
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"{name}[{row}, {column}] = {values[row, column]} is outside the vocabulary "
+                f"[0, {config.vocab_size})"
+            )
+    return jnp.asarray(tokens, jnp.int32)
+
+
+def lengths_of(lengths: Any, batch: int, width: int) -> jax.Array:
+    """Lengths as int32 [B]; None means that every sequence is full.
+
+    Raises:
+        ValueError: wrong shape, or a length outside [1, width].
+    """
+    if lengths is None:
+        return jnp.full(batch, width, jnp.int32)
+    if np.shape(lengths) != (batch,):
+        raise ValueError(f"lengths must have shape [{batch}], got {list(np.shape(lengths))}")
+    if is_known(lengths):
+        values = np.asarray(lengths)
+        if values.min() < 1:
+            raise ValueError(f"lengths must be at least 1 (an empty prompt has no last token), "
+                             f"got {values.min()} for sequence {values.argmin()}")  # fmt: skip
+        if values.max() > width:
+            raise ValueError(
+                f"lengths must be at most {width}, the width of tokens, got {values.max()}"
+            )
+    return jnp.asarray(lengths, jnp.int32)
+
+
+def per_sequence(value: Any, batch: int, dtype, name: str) -> jax.Array:
+    """A scalar or [B] array as [B] of dtype.
+
+    Raises:
+        ValueError: any other shape.
+    """
+    if np.shape(value) not in ((), (batch,)):
+        raise ValueError(
+            f"{name} must be a scalar or have shape [{batch}], got {list(np.shape(value))}"
+        )
+    return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))

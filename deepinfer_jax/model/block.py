@@ -1,0 +1,163 @@
+"""One layer: Engram, attention and experts, each reading and writing the M streams (spec 2.2, 2.3).
+
+The mix that a sublayer computes is used by the next one to read the streams, so `premix` travels
+with them from layer to layer. Stages that need only their own row run through `over_rows`; between
+them the cache is written.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from deepinfer_jax.cache import Cache
+from deepinfer_jax.config import Config, LayerRole
+from deepinfer_jax.model.attention import Attention, Choice
+from deepinfer_jax.model.engram import Engram
+from deepinfer_jax.model.experts import MixtureOfExperts
+from deepinfer_jax.model.hyper_connections import Mixes, collapse, expand, mixes
+from deepinfer_jax.model.norms import RMSNorm
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.rows import Rows, over_rows
+
+
+class Residual(NamedTuple):
+    """The state between layers."""
+
+    streams: jax.Array  # [T, M, D]
+    premix: jax.Array  # [T, M] wide, how the next sublayer reads the streams
+
+
+class Block(nnx.Module):
+    """Weights of layer `role.index`, under their released names."""
+
+    def __init__(self, take, role: LayerRole):
+        self.attn = Attention(take / "attn", role)
+        self.ffn = MixtureOfExperts(take / "ffn")
+        self.attn_norm = RMSNorm(take / "attn_norm")
+        self.ffn_norm = RMSNorm(take / "ffn_norm")
+        for half in ("attn", "ffn"):
+            for kind in ("fn", "base", "scale"):
+                name = f"hc_{half}_{kind}"
+                setattr(self, name, nnx.Param(take(name)))
+        self.engram = Engram(take / "engram") if role.engram is not None else None
+
+    def mixes(self, half: str, streams, config: Config, wide) -> Mixes:
+        """Coefficients of the "attn" or "ffn" half."""
+        fn, base, scale = (
+            getattr(self, f"hc_{half}_{kind}").get_value() for kind in ("fn", "base", "scale")
+        )
+        return mixes(streams, fn, base, scale, config, wide)
+
+    def __call__(
+        self,
+        state: Residual,
+        choice: Choice,
+        rows: Rows,
+        live: jax.Array,
+        cache: Cache,
+        hashed: jax.Array | None,
+        role: LayerRole,
+        config: Config,
+        numerics: Numerics,
+        show: frozenset[str],
+    ) -> tuple[Residual, Choice, Cache, dict[str, Any]]:
+        """Run the layer on rows.
+
+        Args:
+            state: streams and premix entering the layer.
+            choice: decisions of the last index source before this layer.
+            rows: the rows, T of them.
+            live: int32 [], rows up to the last valid one.
+            cache: read and written.
+            hashed: int32 [T, columns], this layer's Engram rows, if it has an Engram.
+            role: what the layer does.
+            config: the model's.
+            numerics: the model's.
+            show: names of `transformer.CAPTURES`.
+
+        Returns:
+            The state after the layer, the choice in force, the cache, captured arrays.
+        """
+        wide, eps, tile = numerics.wide, config.rms_norm_eps, numerics.tile
+        seen = {}
+
+        def read(state, position, image, hashed):
+            streams, premix = state
+            if self.engram is not None:
+                with jax.named_scope("engram"):
+                    streams = self.engram(streams, hashed, image, config, numerics)
+            mix = self.mixes("attn", streams, config, wide)
+            x = self.attn_norm(collapse(streams, premix), eps, wide)
+            return streams, mix, self.attn.project(x, position, role, config, numerics)
+
+        def choose(index, slot, position, candidates):
+            group = 1 if numerics.reproducible else rows.group
+            choice, shown = self.attn.choose(
+                index, slot, position, candidates, cache, role, config, numerics, group
+            )
+            wanted = {k: v for k, v in shown.items() if _CHOICE_CAPTURES[k] in show}
+            return choice, wanted
+
+        def attend(queries, slot, position, selected):
+            return self.attn.attend(
+                queries, slot, position, selected, cache, role, config, numerics,
+                "weights" in show,
+            )  # fmt: skip
+
+        def write_back(streams, mix, output, image):
+            streams = expand(streams, output, mix)
+            after = self.mixes("ffn", streams, config, wide)
+            x = self.ffn_norm(collapse(streams, mix.pre), eps, wide)
+            return streams, after, x, self.ffn.route(x, image, config, wide)
+
+        def run(function, *inputs):
+            return over_rows(function, *inputs, tile=tile, live=live)
+
+        with jax.named_scope(f"layer_{role.index}"):
+            streams, mix, projected = run(read, state, rows.position, rows.image, hashed)
+            if self.engram is not None and "engram" in show:
+                seen["engram_out"] = streams
+            with jax.named_scope("attention"):
+                cache = self.attn.remember(
+                    projected, rows, live, cache, role, config, numerics
+                )
+                if projected.index is not None:
+                    choice, shown = run(
+                        choose, projected.index, rows.slot, rows.position, choice.candidates
+                    )
+                    seen |= shown
+                selected = choice.selected if role.ratio else None
+                output, weights = run(
+                    attend, projected.queries, rows.slot, rows.position, selected
+                )
+            streams, after, x, (experts, share) = run(
+                write_back, streams, mix, output, rows.image
+            )
+            with jax.named_scope("experts"):
+                y = self.ffn(x, experts, share, rows.valid, live, config, numerics)
+            result = Residual(run(expand, streams, y, after), after.pre)
+
+        captured = {
+            "attention": {"attn_out": output},
+            "weights": {"attn_weights": weights},
+            "ffn": {"ffn_out": y},
+            "router": {"router_idx": experts, "router_w": share},
+            "mixes": {
+                f"{half}_mix.{role.index}.{kind}": getattr(m, kind)
+                for half, m in (("attn", mix), ("ffn", after))
+                for kind in Mixes._fields
+            },
+        }
+        for kind, arrays in captured.items():
+            if kind in show:
+                seen |= arrays
+        return result, choice, cache, seen
+
+
+_CHOICE_CAPTURES = {
+    "index_scores": "scores",
+    "block_scores": "scores",
+    "topk": "selection",
+    "candidates": "selection",
+}

@@ -1,0 +1,57 @@
+"""Linear layers y = x W^T (spec 2.1, 5.6) over float or quantised weights.
+
+Dequantised weights and quantised activations are exact in bfloat16, so one bfloat16 product with
+float32 accumulation equals the released blockwise sum up to its order.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from deepinfer_jax.numerics import Numerics
+from pallas_kernels.layouts import QuantizedTensor
+from pallas_kernels.quantize import fp8_blocks
+
+
+def product(x: jax.Array, weight: jax.Array, wide) -> jax.Array:
+    """x [..., K] times weight [N, K], accumulated and returned in `wide` [..., N]."""
+    if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
+        x, weight = x.astype(wide), weight.astype(wide)
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(
+        x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=wide
+    )
+
+
+def as_array(weight: jax.Array | QuantizedTensor, dtype) -> jax.Array:
+    """The weight's values; a quantised weight is exact in `dtype`, a float one is rounded to it."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.dequantize(dtype)
+    return weight.astype(dtype)
+
+
+class Linear(nnx.Module):
+    """A weight [N, K], float or quantised."""
+
+    def __init__(self, take):
+        self.weight = nnx.Param(take("weight"))
+
+    def values(self, dtype) -> jax.Array:
+        """The weight as an array of `dtype`."""
+        return as_array(self.weight.get_value(), dtype)
+
+    def plain(self, x: jax.Array, numerics: Numerics) -> jax.Array:
+        """`blinear` of spec 2.1: activation as it is, result rounded to the activation dtype."""
+        y = product(x, self.values(numerics.activation), numerics.wide)
+        return y.astype(numerics.activation)
+
+    def quantized(self, x: jax.Array, numerics: Numerics) -> jax.Array:
+        """`qlinear` of spec 2.1: activation through e4m3 first."""
+        if numerics.quantize_activations:
+            x = fp8_blocks(x)
+        return self.plain(x, numerics)
+
+    def wide(self, x: jax.Array, numerics: Numerics) -> jax.Array:
+        """Unrounded result, for logits, routers and compressors: weights keep their own dtype."""
+        return product(x, self.weight.get_value(), numerics.wide)

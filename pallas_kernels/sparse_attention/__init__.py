@@ -1,0 +1,5 @@
+"""Attention of every row over its window and its selected entries, one latent KV head (spec 3.9)."""
+
+from pallas_kernels.sparse_attention.reference import sparse_attention
+
+__all__ = ["sparse_attention"]
