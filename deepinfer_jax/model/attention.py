@@ -181,7 +181,8 @@ class Attention(nnx.Module):
         return Choice(selected, candidates), shown | {"topk": selected}
 
     def attend(
-        self, queries, slot, position, selected, cache: Cache, role, config, numerics, with_weights
+        self, queries, slot, position, selected, cache: Cache, role, config, numerics, group: int,
+        with_weights: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Row operation: attention core and output projections (spec 3.9, 3.10).
 
@@ -205,6 +206,7 @@ class Attention(nnx.Module):
             width=config.sliding_window,
             scale=config.head_dim**-0.5,
             rounded=numerics.rounds_probabilities,
+            group=group,
             with_weights=with_weights,
             **sparse,
         )

@@ -81,6 +81,8 @@ class Block(nnx.Module):
         """
         wide, eps, tile = numerics.wide, config.rms_norm_eps, numerics.tile
         seen = {}
+        # Sharing keys within a group changes shapes with the number of rows.
+        group = 1 if numerics.reproducible else rows.group
 
         def read(state, position, image, hashed):
             streams, premix = state
@@ -92,7 +94,6 @@ class Block(nnx.Module):
             return streams, mix, self.attn.project(x, position, role, config, numerics)
 
         def choose(index, slot, position, candidates):
-            group = 1 if numerics.reproducible else rows.group
             choice, shown = self.attn.choose(
                 index, slot, position, candidates, cache, role, config, numerics, group
             )
@@ -101,7 +102,7 @@ class Block(nnx.Module):
 
         def attend(queries, slot, position, selected):
             return self.attn.attend(
-                queries, slot, position, selected, cache, role, config, numerics,
+                queries, slot, position, selected, cache, role, config, numerics, group,
                 "weights" in show,
             )  # fmt: skip
 

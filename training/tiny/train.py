@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -38,18 +39,20 @@ from pallas_kernels import layouts
 HERE = Path(__file__).parent
 BIAS_STEP = 2e-3
 WEIGHT_DECAY = 0.05
+WARM_UP = 0.04
+STEPS_BETWEEN_LOOKS = 10
 
 
 class Stage(NamedTuple):
     """A part of the schedule."""
 
-    share: float  # of all steps
+    share: float  # of the time
     length: int  # tokens of a sequence
     batch: int
     index_topk: int | None  # entries selected; None: as the model will
 
 
-STAGES = (Stage(0.2, 256, 128, 256), Stage(0.8, 1024, 32, None))
+STAGES = (Stage(0.2, 256, 64, 256), Stage(0.8, 512, 32, None))
 
 
 def make_config() -> di.Config:
@@ -201,17 +204,16 @@ def loss(params, rest, specs, tokens) -> tuple[jax.Array, Loss]:
     return token + index, Loss(token, index, load)
 
 
-def make_step(config: di.Config, rest, optimizer):
+def make_step(config: di.Config, optimizer):
     """The jitted training step for this configuration."""
     specs = parameter_specs(config)
+    even = 1 / config.n_routed_experts
 
-    def step(params, state, rest, tokens):
-        (_, terms), gradient = jax.value_and_grad(loss, has_aux=True)(
-            params, rest, specs, tokens
-        )
+    def step(params, state, rest, tokens, rate):
+        gradient_of = jax.value_and_grad(loss, has_aux=True)
+        (_, terms), gradient = gradient_of(params, rest, specs, tokens)
         update, state = optimizer.update(gradient, state, params)
-        params = optax.apply_updates(params, update)
-        even = 1 / config.n_routed_experts
+        params = {name: params[name] + rate * update[name] for name in params}
         for layer in range(config.num_hidden_layers):
             for name in ("bias", "bias_vl"):
                 path = f"layers.{layer}.ffn.gate.{name}"
@@ -221,20 +223,24 @@ def make_step(config: di.Config, rest, optimizer):
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
-    """AdamW with a cosine schedule; matrices decay. Router biases have no gradient: they stay."""
-    warm = min(200, steps // 10 + 1)
-    schedule = optax.warmup_cosine_decay_schedule(0, peak, warm, steps, 0.02 * peak)
+def make_optimizer() -> optax.GradientTransformation:
+    """AdamW for a rate of 1; matrices decay. Router biases have no gradient, so they stay."""
 
     def decays(params):
         return {n: p.ndim >= 2 and not n.startswith("embed") for n, p in params.items()}
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            schedule, b1=0.9, b2=0.95, eps=1e-10, weight_decay=WEIGHT_DECAY, mask=decays
-        ),
+        optax.adamw(1.0, b1=0.9, b2=0.95, eps=1e-10, weight_decay=WEIGHT_DECAY, mask=decays),
     )
+
+
+def rate_at(progress: float, peak: float) -> float:
+    """Learning rate: linear warm-up, then half a cosine to a fiftieth."""
+    if progress < WARM_UP:
+        return peak * progress / WARM_UP
+    fall = (progress - WARM_UP) / (1 - WARM_UP)
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(fall, 1))))
 
 
 def batches(tokens: np.ndarray, stage: Stage, rng: np.random.Generator):
@@ -245,39 +251,43 @@ def batches(tokens: np.ndarray, stage: Stage, rng: np.random.Generator):
         yield tokens[start[:, None] + offsets].astype(np.int32)
 
 
-def train(config, tokens, steps: int, peak: float, seed: int, numerics=None) -> di.Transformer:
-    """The trained model, in the released formats."""
+def train(config, tokens, seconds: float, peak: float, seed: int) -> di.Transformer:
+    """The model after so many seconds of training, compilation not counted, in released formats."""
     rng = np.random.default_rng(seed)
     specs = parameter_specs(config)
     tokenizer = Tokenizer.from_file(str(HERE / "build" / "tokenizer.json"))
-    token_map = engram_tables.token_map(tokenizer)
 
     def take(path):
         return jnp.asarray(initial(path, specs[path], config, rng))
 
-    model = di.Transformer(config, numerics or di.Numerics(), take, token_map)
-    params, rest = di.trainable(model, jnp.float32)
-    optimizer = make_optimizer(steps, peak)
+    token_map = engram_tables.checked_token_map(config, tokenizer)
+    params, rest = di.trainable(di.Transformer(config, di.Numerics(), take, token_map), jnp.float32)
+    optimizer = make_optimizer()
     state = optimizer.init(params)
-    done, began, seen = 0, time.perf_counter(), 0
+    spent, done, seen, until = 0.0, 0, 0, 0.0
     for stage in STAGES:
-        topk = stage.index_topk or config.index_topk
-        here = dataclasses.replace(config, index_topk=topk)
+        here = dataclasses.replace(config, index_topk=stage.index_topk or config.index_topk)
         rest.model.config = here
-        step = make_step(here, rest, optimizer)
-        until = done + round(stage.share * steps)
-        for batch in batches(tokens, stage, rng):
-            if done >= until:
-                break
-            params, state, terms = step(params, state, rest, batch)
-            done, seen = done + 1, seen + stage.batch * stage.length
-            if done % 50 == 0 or done < 3:
+        step = make_step(here, optimizer)
+        until += stage.share * seconds
+        stream = batches(tokens, stage, rng)
+        params, state, terms = step(params, state, rest, next(stream), 0.0)  # compiles
+        jax.block_until_ready(params)
+        while spent < until:
+            began = time.perf_counter()
+            for _ in range(STEPS_BETWEEN_LOOKS):
+                rate = rate_at(spent / seconds, peak)
+                params, state, terms = step(params, state, rest, next(stream), rate)
+            jax.block_until_ready(params)
+            spent += time.perf_counter() - began
+            done += STEPS_BETWEEN_LOOKS
+            seen += STEPS_BETWEEN_LOOKS * stage.batch * stage.length
+            if done % (10 * STEPS_BETWEEN_LOOKS) == 0:
                 most = float(terms.load.max()) * config.n_routed_experts
                 print(
-                    f"step {done}/{steps}  token {float(terms.token):.4f} nats  "
+                    f"{spent:.0f} s  step {done}  token {float(terms.token):.4f} nats  "
                     f"index {float(terms.index):.4f}  fullest expert {most:.2f}x  "
-                    f"{seen / (time.perf_counter() - began) / 1e3:.0f}k tokens/s  "
-                    f"{time.perf_counter() - began:.0f} s",
+                    f"{seen / spent / 1e3:.0f}k tokens/s",
                     flush=True,
                 )
     rest.model.config = config
@@ -289,14 +299,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, default=HERE / "build" / "train.npy")
     parser.add_argument("--out", type=Path, default=HERE / "build" / "checkpoint")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, default=420)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     config = make_config()
     began = time.perf_counter()
     model = train(
-        config, np.load(options.data, mmap_mode="r"), options.steps, options.learning_rate,
+        config, np.load(options.data, mmap_mode="r"), options.seconds, options.learning_rate,
         options.seed,
     )  # fmt: skip
     weights = named_parameters(model)
@@ -313,6 +323,7 @@ def main() -> None:
         return value.astype(jnp.float32 if spec.kind == "float32" else jnp.bfloat16)
 
     save(options.out, config, take)
+    shutil.copy(HERE / "build" / "tokenizer.json", options.out)
     size = sum(f.stat().st_size for f in options.out.iterdir())
     print(json.dumps({"seconds": round(time.perf_counter() - began), "bytes": size}))
 

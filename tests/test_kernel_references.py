@@ -1,0 +1,670 @@
+"""The plain forms of single operations: recorded values, slow obvious implementations, arithmetic.
+
+Component goldens come from an independent implementation (tests/golden/README.md). Where they record
+bfloat16 with one rounding point, agreement is exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pallas_kernels.sparse_attention.reference as attention_reference
+import pytest
+from golden_files import component, component_notes, relative_error
+
+import deepinfer_jax as di
+from deepinfer_jax.config import RopeScaling
+from deepinfer_jax.model.compressor import Compressor, pool
+from deepinfer_jax.model.engram import DEAD, Engram, hash_rows, recent_tokens
+from deepinfer_jax.model.experts import route
+from deepinfer_jax.model.hyper_connections import Mixes, collapse, expand, mixes, sinkhorn
+from deepinfer_jax.model.norms import rms_norm
+from deepinfer_jax.model.rotary import frequencies, rotate
+from deepinfer_jax.model.scope import Scope
+from deepinfer_jax.testing import tiny_config
+from pallas_kernels import layouts
+from pallas_kernels.grouped_matmul import Experts, expert_mlp, routed_experts
+from pallas_kernels.index_select import candidate_blocks, index_scores, top_entries
+from pallas_kernels.quantize import fp8_blocks, mxfp4_blocks, nvfp4_blocks
+from pallas_kernels.sparse_attention import sparse_attention
+
+QUANTISERS = {"fp8": fp8_blocks, "mxfp4": mxfp4_blocks, "nvfp4": nvfp4_blocks}
+NUMERICS = {
+    "f32": di.Numerics(dtype="float32", quantize_activations=False),
+    "bf16": di.Numerics(quantize_activations=False),
+}
+DTYPES = tuple(NUMERICS)
+
+
+def part(tensors, prefix):
+    """Tensors of one set of a component file."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def rows_of(array):
+    """[B, S, ...] as rows [B S, ...]."""
+    return jnp.asarray(array).reshape(-1, *array.shape[2:])
+
+
+# --- Round trips ----------------------------------------------------------------------------------
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("form", QUANTISERS)
+def test_round_trips_are_exact(form):
+    tensors, function = component("quant_cache"), jax.jit(QUANTISERS[form])
+    sets = [k.removesuffix("." + form) for k in tensors if k.endswith("." + form)]
+    assert len(sets) >= 16
+    for name in sets:
+        value, golden = np.asarray(function(tensors[name + ".x"])), tensors[f"{name}.{form}"]
+        assert value.dtype == golden.dtype
+        np.testing.assert_array_equal(value.astype(float), golden.astype(float), err_msg=name)
+        np.testing.assert_array_equal(np.signbit(value), np.signbit(golden), err_msg=name)
+
+
+@pytest.mark.parametrize("form, block", [("fp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("width", [1, 15, 40, 70])
+def test_a_partial_block_is_a_block_padded_with_zeros(form, block, width):
+    x = np.random.default_rng(width).standard_normal((3, width)).astype(np.float32)
+    padded = np.pad(x, ((0, 0), (0, -width % block)))
+    value, whole = QUANTISERS[form](x), QUANTISERS[form](padded)
+    np.testing.assert_array_equal(value, whole[:, :width])
+    assert 0 < relative_error(value, x) < {"fp8": 0.05, "mxfp4": 0.3, "nvfp4": 0.3}[form]
+    # A block knows nothing of its neighbours, however large they are.
+    if width > block:
+        louder = QUANTISERS[form](np.concatenate([x[:, :block] * 1000, x[:, block:]], axis=1))
+        np.testing.assert_array_equal(louder[:, block:], value[:, block:])
+
+
+@pytest.mark.parametrize("form", QUANTISERS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_passes_a_round_trip_unchanged(form, dtype):
+    rng = np.random.default_rng(1)
+    x, weight = jnp.asarray(rng.standard_normal((2, 3, 40)), dtype)[None], None
+    weight = jnp.asarray(rng.standard_normal(x.shape), dtype)
+
+    def loss(x):
+        return jnp.sum((QUANTISERS[form](x) * weight).astype(jnp.float32))
+
+    gradient = jax.jit(jax.grad(loss))(x)
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(gradient, weight)
+
+
+# --- Rotary embedding -----------------------------------------------------------------------------
+
+
+def rope_config(name):
+    notes = component_notes("rope")[name]
+    scaling = {k: v for k, v in notes["rope_scaling"].items() if k != "rope_type"}
+    return tiny_config(
+        head_dim=2 * notes["qk_rope_head_dim"],
+        qk_rope_head_dim=notes["qk_rope_head_dim"],
+        rope_theta=notes["rope_theta"],
+        compress_rope_theta=notes["compress_rope_theta"],
+        rope_scaling=RopeScaling(**scaling),
+        max_position_embeddings=1 << 20,
+    )
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("compressed, table", [(False, "plain"), (True, "compressed")])
+@pytest.mark.parametrize("name", ["released", "tiny"])
+def test_rope(name, compressed, table):
+    tensors = component("rope")
+    positions, golden = tensors["positions"], part(tensors, f"{name}.{table}.")
+    f = frequencies(rope_config(name), compressed)
+    np.testing.assert_allclose(positions.astype(np.float32)[:, None] * f, golden["angles"], 3e-7)
+
+    one = np.tile([1.0, 0.0], len(f)).astype(np.float32)  # rotated, it shows its cos and sin
+    shown = np.asarray(rotate(np.tile(one, (len(positions), 1)), positions, f))
+    slack = 1e-6 + 3e-7 * golden["angles"].astype(float)
+    assert np.all(np.abs(shown[:, 0::2] - golden["cos"]) <= slack)
+    assert np.all(np.abs(shown[:, 1::2] - golden["sin"]) <= slack)
+
+    for dtype in DTYPES:
+        x, R = golden[f"{dtype}.x"][0], 2 * len(f)  # [18, 1, width]
+        wide = x.astype(float)
+        size = np.hypot(wide[..., -R::2], wide[..., 1 - R :: 2])
+        last_bit = 2.0**-7 if dtype == "bf16" else 2.0**-23
+        allowed = np.repeat((slack[:18, None] + last_bit) * size, 2, axis=-1)
+        for direction, inverse in (("rotated", False), ("inverse", True)):
+            turned = rotate(jnp.asarray(x), positions[:18], f, inverse=inverse)
+            assert turned.dtype == x.dtype
+            turned = np.asarray(turned).astype(float)
+            expected = golden[f"{dtype}.{direction}"][0].astype(float)
+            np.testing.assert_array_equal(turned[..., :-R], expected[..., :-R])
+            assert np.all(np.abs(turned - expected)[..., -R:] <= allowed), (dtype, direction)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_rope_is_exact_for_its_float32_angle_up_to_a_million(compressed):
+    f = frequencies(di.Config.flash(), compressed)
+    positions = np.unique(np.geomspace(1e3, 2**20 - 1, 400).astype(np.int32))
+    x = np.random.default_rng(0).standard_normal((len(positions), 64)).astype(np.float32)
+    angle = (positions.astype(np.float32)[:, None] * f).astype(float)
+    turned = (x[:, 0::2] + 1j * x[:, 1::2]) * np.exp(1j * angle)
+    value = np.asarray(jax.jit(rotate)(x, positions, f))
+    np.testing.assert_allclose(value[:, 0::2], turned.real, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(value[:, 1::2], turned.imag, rtol=0, atol=1e-4)
+    back = rotate(value, positions, f, inverse=True)
+    np.testing.assert_allclose(back, x, rtol=0, atol=1e-5)
+
+
+# --- Hyper-connections, norm ----------------------------------------------------------------------
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["hc4", "hc4_extreme", "hc3", "hc2"])
+def test_hyper_connections(name, dtype):
+    notes, tensors = component_notes("mhc")[name], component("mhc")
+    config = tiny_config(
+        hc_mult=notes["streams"],
+        hc_sinkhorn_iters=notes["iterations"],
+        hc_eps=notes["hc_eps"],
+        rms_norm_eps=notes["rms_norm_eps"],
+    )
+    g = part(tensors, f"{name}.{dtype}.")
+    streams = rows_of(g["streams"])
+    w = (jnp.asarray(tensors[f"{name}.{k}"]) for k in ("fn", "base", "scale"))
+    mix = mixes(streams, *w, config, jnp.float32)
+    for key, value in mix._asdict().items():
+        assert value.dtype == jnp.float32
+        assert relative_error(value, rows_of(g[key])) < 1e-5, key
+
+    collapsed = collapse(streams, rows_of(g["carried_pre"]))
+    recorded = Mixes(*(rows_of(g[k]) for k in Mixes._fields))
+    expanded = expand(streams, rows_of(g["sublayer_output"]), recorded)
+    limit = 0 if dtype == "bf16" else 1e-6
+    for value, key in ((collapsed, "collapsed"), (expanded, "expanded")):
+        assert value.dtype == g[key].dtype
+        assert relative_error(value, rows_of(g[key])) <= limit, key
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", ["sinkhorn.n4_it20", "sinkhorn.n4_it1", "sinkhorn.n2_it5"])
+def test_sinkhorn(name):
+    notes, g = component_notes("mhc")[name], part(component("mhc"), name + ".")
+    comb = sinkhorn(np.moveaxis(g["logits"], 0, -1), notes["iterations"], notes["eps"])
+    assert relative_error(np.moveaxis(comb, -1, 0), g["out"]) < 1e-6
+    np.testing.assert_allclose(np.sum(comb, axis=0), 1, atol=1e-3)  # columns come last
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eps", ["1e-20", "1e-6"])
+def test_rms_norm(eps, dtype):
+    g = part(component("rms_norm"), f"eps{eps}.{dtype}.")
+    value = rms_norm(jnp.asarray(g["x"]), jnp.asarray(g["weight"]), float(eps), jnp.float32)
+    assert value.dtype == g["out"].dtype
+    # A row of its own scale each: the errors are relative to the element.
+    limit = 0 if dtype == "bf16" else 1e-6
+    value, golden = np.asarray(value).astype(float), g["out"].astype(float)
+    np.testing.assert_allclose(value, golden, rtol=limit, atol=0)
+
+
+# --- Experts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["e12k3", "e7k2"])
+def test_mixture_of_experts(name, dtype):
+    notes, g = component_notes("moe")[name], part(component("moe"), f"{name}.{dtype}.")
+    g = {k: jnp.asarray(v) for k, v in g.items()}
+    x, padding, limit = rows_of(g["x"]), rows_of(g["padding_mask"]) > 0, notes["swiglu_limit"]
+    assert 0 < padding.sum() < padding.size
+    chosen, weight = route(
+        x,
+        g["gate.weight"],
+        g["gate.bias"],
+        g["gate.bias_vl"],
+        rows_of(g["image_mask"]) > 0,
+        top_k=notes["topk"],
+        scale=notes["routed_scaling_factor"],
+        wide=jnp.float32,
+    )
+    np.testing.assert_array_equal(chosen, rows_of(g["router_idx"]))
+    assert relative_error(weight, rows_of(g["router_w"])) < 1e-6
+
+    routed, shared = (Experts(*(g[f"{k}.w{i}"] for i in (1, 3, 2))) for k in ("experts", "shared"))
+    common = expert_mlp(x, None, shared, limit=limit, quantize=False).astype(jnp.float32)
+    # In bfloat16 the package rounds the routed sum before it adds the shared expert; spec 7.2 not.
+    allowed = 1e-6 if dtype == "f32" else 4e-3
+    for implementation in ("tiles", "dense"):
+        y = routed_experts(
+            x, chosen, weight, ~padding, routed, limit=limit, quantize=False,
+            implementation=implementation,
+        )  # fmt: skip
+        assert y.dtype == jnp.float32
+        y = jnp.where(padding[:, None], 0, y)  # padded tokens get the shared expert only
+        value = (y + common).astype(x.dtype)
+        assert relative_error(value, rows_of(g["out"])) < allowed, implementation
+
+
+class Crowd:
+    """Random experts and rows, and the obvious loop over rows and choices in float64."""
+
+    def __init__(self, rows, chosen, seed=0, X=6, D=40, F=24):
+        rng = np.random.default_rng(seed)
+
+        def normal(*shape):
+            return jnp.asarray(rng.standard_normal(shape), jnp.float32) * shape[-1] ** -0.5
+
+        self.experts = Experts(normal(X, F, D), normal(X, F, D), normal(X, D, F))
+        self.x = jnp.asarray(rng.standard_normal((rows, D)), jnp.float32)
+        self.chosen = jnp.asarray(chosen, jnp.int32)
+        self.weight = jnp.asarray(rng.uniform(0.1, 1, self.chosen.shape), jnp.float32)
+        self.valid = jnp.ones(rows, bool)
+
+    def run(self, implementation, tile=None, limit=0.8, **changed):
+        arrays = {k: getattr(self, k) for k in ("x", "chosen", "weight", "valid", "experts")}
+        return routed_experts(
+            **arrays | changed,
+            limit=limit,
+            quantize=False,
+            tile=tile,
+            implementation=implementation,
+        )
+
+    def slowly(self, limit=0.8):
+        gate, up, down = (np.asarray(w, float) for w in self.experts)
+        total = np.zeros(self.x.shape)
+        for t, row in enumerate(np.asarray(self.x, float)):
+            for e, share in zip(self.chosen[t], np.asarray(self.weight[t], float), strict=True):
+                a, b = np.minimum(gate[e] @ row, limit), np.clip(up[e] @ row, -limit, limit)
+                total[t] += down[e] @ (a / (1 + np.exp(-a)) * b * share)
+        return total
+
+
+def random_choices(rows, X=6, K=2, seed=0):
+    rng = np.random.default_rng([rows, seed])
+    return np.sort([rng.permutation(X)[:K] for _ in range(rows)], axis=1)
+
+
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_experts_for_every_small_number_of_rows(rows):
+    crowd = Crowd(rows, random_choices(rows), seed=rows)
+    expected = crowd.slowly()
+    assert relative_error(crowd.run("tiles", tile=4), expected) < 1e-6
+    assert relative_error(crowd.run("dense"), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[[3, 5]] * 13, [[0, 1]] * 13, [[4, 5]] * 13, [[0, 5]] * 12 + [[2, 3]], [[5]] * 17],
+    ids=["two take all", "first two", "last two", "one row elsewhere", "one takes all"],
+)
+@pytest.mark.parametrize("tile", [None, 1, 4, 8, 32])
+def test_experts_that_stay_empty_or_take_all_rows(chosen, tile):
+    crowd = Crowd(len(chosen), chosen)
+    expected = crowd.slowly()
+    assert relative_error(crowd.run("tiles", tile), expected) < 1e-6
+    if tile is None:
+        assert relative_error(crowd.run("dense"), expected) < 1e-6
+
+
+def test_tiles_and_dense_agree_on_quantised_experts_and_activations():
+    crowd = Crowd(11, random_choices(11, K=3))
+    stored = Experts(*(layouts.quantize(w, "fp4_1x32") for w in crowd.experts))
+    values = Experts(*(w.dequantize(jnp.float32) for w in stored))
+    x = fp8_blocks(crowd.x)
+    results = [
+        routed_experts(
+            x, crowd.chosen, crowd.weight, crowd.valid, experts, limit=0.8, quantize=True,
+            implementation=implementation,
+        )
+        for experts in (stored, values)
+        for implementation in ("tiles", "dense")
+    ]  # fmt: skip
+    np.testing.assert_array_equal(results[0], results[2])
+    for other in results[1:]:
+        assert relative_error(other, results[0]) < 1e-6
+    assert relative_error(results[0], crowd.slowly()) > 1e-2  # the formats do something
+
+
+@pytest.mark.parametrize("implementation", ["tiles", "dense"])
+def test_rows_that_are_not_there_change_no_other_row(implementation):
+    rows = 12
+    crowd, absent = Crowd(rows, random_choices(rows)), np.array([0, 3, 4, 11])
+    crowd.valid = crowd.valid.at[absent].set(False)
+    clean = crowd.run(implementation, tile=4)
+    for number, index in ((np.nan, 10**9), (np.inf, -(10**9)), (-1e30, 6)):
+        poisoned = crowd.run(
+            implementation,
+            tile=4,
+            x=crowd.x.at[absent].set(number),
+            weight=crowd.weight.at[absent].set(number),
+            chosen=crowd.chosen.at[absent].set(index),
+        )
+        there = np.setdiff1d(np.arange(rows), absent)
+        np.testing.assert_array_equal(poisoned[there], clean[there])
+        if implementation == "tiles":
+            np.testing.assert_array_equal(poisoned[absent], 0)
+    assert relative_error(clean[there], crowd.slowly()[there]) < 1e-6
+
+
+def test_experts_have_the_gradient_of_the_dense_form_for_rows_that_are_there():
+    rows = 9
+    crowd, absent = Crowd(rows, random_choices(rows)), np.array([2, 8])
+    crowd.valid = crowd.valid.at[absent].set(False)
+    pull = jnp.asarray(np.random.default_rng(5).standard_normal(crowd.x.shape), jnp.float32)
+
+    def loss(arrays, implementation, pull):
+        x, weight, experts = arrays
+        return jnp.sum(crowd.run(implementation, 4, x=x, weight=weight, experts=experts) * pull)
+
+    arrays = (crowd.x, crowd.weight, crowd.experts)
+    by_tiles = jax.grad(loss)(arrays, "tiles", pull)
+    by_all = jax.grad(loss)(arrays, "dense", pull.at[absent].set(0))
+    for value, expected in zip(*map(jax.tree.leaves, (by_tiles, by_all)), strict=True):
+        assert relative_error(value, expected) < 1e-6
+    np.testing.assert_array_equal(by_tiles[0][absent], 0)
+
+    # One directional derivative by differences ties both to the function itself.
+    step = 1e-2
+    direction = jax.tree.map(lambda a: jnp.cos(jnp.arange(a.size, dtype=a.dtype) * 1.7), arrays)
+    direction = jax.tree.map(lambda d, a: d.reshape(a.shape), direction, arrays)
+    ends = [
+        float(loss(jax.tree.map(lambda a, d: a + s * d, arrays, direction), "tiles", pull))
+        for s in (step, -step)
+    ]
+    slope = sum(jnp.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (by_tiles, direction))))
+    assert abs((ends[0] - ends[1]) / (2 * step) - slope) < 2e-2 * abs(slope)
+
+
+# --- Compressor -----------------------------------------------------------------------------------
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_compressor_pools_complete_groups(ratio, dtype):
+    g, numerics = part(component("compressor"), f"ratio{ratio}.{dtype}."), NUMERICS[dtype]
+    names = {"wkv.weight": "wkv", "wgate.weight": "wgate", "norm.weight": "norm"}
+    compressor = Compressor(Scope(lambda name: jnp.asarray(g[names[name]])), ratio)
+    B, S, D = g["x"].shape
+    whole = jnp.asarray(g["x"][:, : S // ratio * ratio]).reshape(-1, D)
+    parts = compressor.parts(whole, numerics)
+    if ratio > 1:
+        assert S % ratio
+        parts = parts.reshape(-1, ratio, *parts.shape[1:])
+    latent = compressor.latent(parts, 1e-20, numerics).reshape(B, S // ratio, -1)
+    assert latent.dtype == g["out"].dtype
+    assert relative_error(latent, g["out"]) <= (0 if dtype == "bf16" else 1e-6)
+
+
+def test_pool_is_a_softmax_mean_for_each_channel_and_survives_large_gates():
+    rng = np.random.default_rng(2)
+    parts = rng.standard_normal((5, 3, 2, 8)).astype(np.float32)
+    values, gates = parts[:, :, 0].astype(float), parts[:, :, 1].astype(float)
+    share = np.exp(gates) / np.exp(gates).sum(1, keepdims=True)
+    assert relative_error(pool(parts), (share * values).sum(1)) < 1e-6
+    parts[:, :, 1] += 300  # e^300 is no float32
+    assert relative_error(pool(parts), (share * values).sum(1)) < 1e-4
+
+
+# --- Engram ---------------------------------------------------------------------------------------
+
+
+def engram_config(name):
+    notes = component_notes("engram")[name]
+    if name == "released":
+        return di.Config.flash(), notes
+    config = tiny_config(
+        engram_layer_ids=tuple(notes["layer_ids"]),
+        engram_max_ngram_size=notes["max_ngram_size"],
+        engram_vocab_size=notes["engram_vocab_size"],
+        engram_n_heads=notes["n_heads"],
+        engram_pad_token_id=notes["pad_token_id"],
+        engram_compressed_vocab_size=notes["compressed_vocab_size"],
+    )
+    return config, notes
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", ["released", "small"])
+def test_engram_rows(name):
+    config, notes = engram_config(name)
+    g = part(component("engram"), name + ".")
+    token_map = np.arange(notes["vocab_size"]) * 7919 % notes["compressed_vocab_size"]
+    ids, pad = token_map[g["input_ids"]].astype(np.int32), token_map[notes["pad_token_id"]]
+    B, S = ids.shape
+
+    @jax.jit
+    def rows(history):
+        slot, position = np.repeat(np.arange(B), S), np.tile(np.arange(S), B)
+        return hash_rows(recent_tokens(history, slot, position, pad, config), config)
+
+    np.testing.assert_array_equal(rows(ids), rows_of(g["hash"]))
+    dead = g["token_mask"] == 0
+    assert dead.any()
+    np.testing.assert_array_equal(rows(np.where(dead, DEAD, ids)), rows_of(g["hash_masked"]))
+
+    # A packed document reads like a sequence of its own: it gets a slot of its own.
+    history, slot, position, documents = [], [], [], g["sequence_ids"]
+    for row, document in {(b, d) for b in range(B) for d in set(documents[b]) - {0}}:
+        where = documents[row] == document
+        history.append(np.resize(ids[row, where], S))
+        slot += [len(history) - 1] * where.sum()
+        position += list(range(where.sum()))
+        expected = g["hash_documents"][row, where]
+        recent = recent_tokens(
+            np.array(history), *(np.array(a)[-len(expected) :] for a in (slot, position)), pad,
+            config,
+        )  # fmt: skip
+        np.testing.assert_array_equal(hash_rows(recent, config), expected)
+    assert len(history) > B
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_engram_gate(dtype):
+    g = part(component("engram"), f"gate.{dtype}.")
+    module = Engram(Scope(lambda name: jnp.asarray(g[name])))
+    config = tiny_config(rms_norm_eps=1e-20)
+    for key, closed in (("out", np.zeros((2, 7), bool)), ("out_masked", g["token_mask"] == 0)):
+        streams = rows_of(g["streams"])
+        image = closed.reshape(-1)
+        value = module(streams, rows_of(g["hash"]), image, config, NUMERICS[dtype])
+        assert value.dtype == g[key].dtype
+        assert relative_error(value, rows_of(g[key])) <= (0 if dtype == "bf16" else 1e-6), key
+        np.testing.assert_array_equal(value[image], streams[image])
+
+
+# --- Index scores and selection -------------------------------------------------------------------
+
+
+def index_inputs(dtype, group=4, groups=5, slots=3, J=3, C=32, pages=4, per_page=8):
+    """Rows of `groups` groups; pages of the slots are interleaved at random."""
+    rng = np.random.default_rng(3)
+    table = rng.permutation(slots * pages).reshape(slots, pages).astype(np.int32)
+    T = group * groups
+    slot = np.repeat([0, 2, -1, 2, 1], group).astype(np.int32)
+    slot[-1] = -1  # the last group is not full
+    return {
+        "queries": mxfp4_blocks(jnp.asarray(rng.standard_normal((T, J, C)), dtype)),
+        "gains": jnp.asarray(rng.standard_normal((T, J)), dtype),
+        "keys": mxfp4_blocks(jnp.asarray(rng.standard_normal((slots * pages, per_page, C)), dtype)),
+        "pages": table,
+        "slot": slot,
+        "visible": rng.integers(0, pages * per_page + 1, T).astype(np.int32),
+    }
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_index_scores_equal_the_obvious_sum(dtype, rounded, group):
+    def bf16(x):
+        return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(float) if rounded else x
+
+    inputs = index_inputs(dtype)
+    scores = np.asarray(index_scores(**inputs, group=group, rounded=rounded))
+    arrays = {k: np.asarray(v).astype(float) for k, v in inputs.items() if k[0] in "qgk"}
+    assert scores.shape == (20, 32) and scores.dtype == np.float32
+    for t in np.flatnonzero(inputs["slot"] >= 0):
+        keys = arrays["keys"][inputs["pages"][inputs["slot"][t]]].reshape(32, -1)
+        dots = bf16(np.maximum(bf16(arrays["queries"][t] @ keys.T), 0))
+        total = bf16(bf16(dots * arrays["gains"][t][:, None]).sum(0))
+        seen = inputs["visible"][t]
+        # Products of e2m1 values are exact in float32; only sums of gained votes may differ.
+        np.testing.assert_allclose(scores[t, :seen], total[:seen], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(scores[t, seen:], -np.inf)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_index_scores_by_groups_equal_row_by_row(rounded):
+    inputs = index_inputs(jnp.bfloat16)
+    there = inputs["slot"] >= 0
+    rows, groups = (index_scores(**inputs, group=g, rounded=rounded) for g in (1, 4))
+    np.testing.assert_allclose(groups[there], rows[there], rtol=1e-6, atol=1e-6)
+    assert np.isfinite(rows[there]).any()
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_index_scores_of_rows_that_are_not_there_change_no_other_row(group):
+    inputs = index_inputs(jnp.float32)
+    absent = np.flatnonzero(inputs["slot"] < 0)
+    there = np.flatnonzero(inputs["slot"] >= 0)
+    clean = index_scores(**inputs, group=group, rounded=False)
+    poison = {
+        "queries": inputs["queries"].at[absent].set(np.nan),
+        "gains": inputs["gains"].at[absent].set(np.nan),
+        "visible": np.where(inputs["slot"] < 0, 10**9, inputs["visible"]).astype(np.int32),
+    }
+    poisoned = index_scores(**inputs | poison, group=group, rounded=False)
+    np.testing.assert_array_equal(poisoned[there], clean[there])
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", ["b1", "b4", "b8", "b8_all"])
+def test_candidate_blocks(name):
+    notes, g = component_notes("candidates")[name], part(component("candidates"), name + ".")
+    size, N = notes["block_size"], g["scores"].shape[-1]
+    visible = rows_of(g["visible_lengths"])
+    shown = np.arange(N) < np.asarray(visible)[:, None]
+    scores = jnp.where(shown, rows_of(g["scores"]), -jnp.inf)
+    best, kept = candidate_blocks(scores, visible, block=size, keep=notes["topk_blocks"])
+    value = np.repeat(kept, size, axis=1)[:, :N] & shown
+    np.testing.assert_array_equal(value, rows_of(g["candidates"]))
+    newest = (np.asarray(visible) - 1) // size
+    seen = np.asarray(visible) > 0
+    assert np.all(np.asarray(best)[seen, newest[seen]] == np.inf)
+
+
+def test_candidate_blocks_break_ties_towards_the_lower_block():
+    scores = jnp.asarray([[0.0] * 12, [3, 1, 1, 1, 3, 1, 0, 0, 3, 1, -np.inf, -np.inf]])
+    _, kept = candidate_blocks(scores, jnp.array([12, 10]), block=2, keep=3)
+    listed = [list(np.flatnonzero(row)) for row in kept]
+    assert listed == [[0, 1, 5], [0, 2, 4]]  # the newest block is forced, the lowest win the rest
+
+
+@pytest.mark.parametrize("keep, width", [(1, 1), (3, 3), (3, 5), (9, 7), (9, 9)])
+def test_top_entries_are_the_highest_and_the_lower_index_wins(keep, width):
+    rng = np.random.default_rng(keep)
+    scores = rng.integers(0, 3, (40, 7)).astype(np.float32)  # ties everywhere
+    scores[rng.random(scores.shape) < 0.3] = -np.inf
+    scores[0] = -np.inf
+    chosen = top_entries(scores, keep=keep, width=width)
+    assert chosen.shape == (40, width) and chosen.dtype == jnp.int32
+    for row, value in zip(scores, np.asarray(chosen), strict=True):
+        order = sorted(np.flatnonzero(row > -np.inf), key=lambda e: (-row[e], e))[:keep]
+        assert list(value) == sorted(order) + [-1] * (width - len(order))
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """Random inputs of `sparse_attention` and the obvious loop over rows in float64."""
+
+    def __init__(self, rows=11, slots=3, H=3, E=16, width=5, ring=9, per_page=4, pages=3, K=4):
+        rng = np.random.default_rng(rows)
+        self.slot = rng.integers(0, slots, rows).astype(np.int32)
+        self.slot[-2] = -1
+        self.position = rng.integers(0, 12, rows).astype(np.int32)
+        self.position[:3] = 0, 1, width - 1
+        N = per_page * pages
+        chosen = [sorted(rng.permutation(N)[: rng.integers(0, K + 1)]) for _ in range(rows)]
+        self.selected = np.array([[*c, *[-1] * (K - len(c))] for c in chosen], np.int32)
+        self.pages = rng.permutation(slots * pages).reshape(slots, pages).astype(np.int32)
+        self.queries = rng.standard_normal((rows, H, E)).astype(np.float32)
+        self.window = rng.standard_normal((slots, ring, E)).astype(np.float32)
+        self.entries = rng.standard_normal((slots * pages, per_page, E)).astype(np.float32)
+        self.sink = np.array([0.5, -1, 3], np.float32)
+        self.width = width
+
+    def run(self, entries=True, with_weights=False, **changed):
+        names = ["queries", "window", "sink", "slot", "position"]
+        names += ["entries", "pages", "selected"] if entries else []
+        arrays = {k: jnp.asarray(getattr(self, k)) for k in names}
+        options = {"width": self.width, "scale": 0.3, "rounded": False} | changed
+        return sparse_attention(**arrays | options, with_weights=with_weights)
+
+    def slowly(self, t, entries=True):
+        """Row t: result [H, E] and weights [H, W + K]."""
+        slot, ring = self.slot[t], self.window.shape[1]
+        past = self.position[t] - np.arange(self.width)[::-1]
+        kv, valid = self.window[slot, past % ring], past >= 0
+        if entries:
+            pool = self.entries[self.pages[slot]].reshape(-1, kv.shape[1])
+            kv = np.concatenate([kv, pool[self.selected[t]]])
+            valid = np.concatenate([valid, self.selected[t] >= 0])
+        e = np.exp(self.queries[t].astype(float) @ kv.T.astype(float) * 0.3) * valid
+        weights = e / (e.sum(1, keepdims=True) + np.exp(self.sink.astype(float))[:, None])
+        return weights @ kv, weights
+
+
+@pytest.mark.parametrize("entries", [True, False])
+def test_attention_equals_the_obvious_sum(entries):
+    g = Gathering()
+    value, weights = g.run(entries, with_weights=True)
+    for t in np.flatnonzero(g.slot >= 0):
+        expected, shares = g.slowly(t, entries)
+        assert relative_error(value[t], expected) < 1e-6
+        np.testing.assert_allclose(weights[t], shares, rtol=1e-5, atol=1e-7)
+    assert g.run(entries)[1] is None
+
+
+def test_attention_rounds_its_weights_before_the_product_and_not_before_the_sum():
+    g = Gathering()
+    g.queries = g.queries * 0
+    one, sink = np.float32(1 + 2**-9), np.float32(-np.inf)  # e^0 is 1 whatever gets rounded
+    g.sink = np.full_like(g.sink, sink)
+    exact, rounded = g.run()[0], g.run(rounded=True)[0]
+    np.testing.assert_allclose(rounded, exact, rtol=0, atol=3e-2)  # keys are rounded with them
+    g = Gathering()
+    g.window, g.entries = (np.sign(a) * one for a in (g.window, g.entries))
+    exact, rounded = g.run()[0], g.run(rounded=True)[0]
+    assert 1e-4 < relative_error(rounded, exact) < 1e-2
+
+
+def test_attention_in_pieces_equals_one_call(monkeypatch):
+    g = Gathering(rows=29)
+
+    def loss(window, entries):
+        value, weights = g.run(with_weights=True, window=window, entries=entries)
+        return jnp.sum(value[there] * jnp.cos(jnp.arange(16))), (value, weights)
+
+    there = np.flatnonzero(g.slot >= 0)
+    arrays = g.window, g.entries
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, whole), slope = run(*arrays)
+    vector_bytes = 9 * 16 * 4  # (width + K) vectors of E floats
+    monkeypatch.setattr(attention_reference, "_PIECE_BYTES", {"cpu": 3 * vector_bytes})
+    monkeypatch.setattr(attention_reference, "_PIECE_BYTES_ACCELERATOR", 3 * vector_bytes)
+    assert "scan" in str(jax.make_jaxpr(run)(*arrays)), "the pieces were not cut"
+    (_, pieces), slope_of_pieces = run(*arrays)
+    for value, expected in zip(pieces, whole, strict=True):
+        np.testing.assert_allclose(value[there], expected[there], rtol=1e-5, atol=1e-6)
+    for value, expected in zip(slope_of_pieces, slope, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_of_rows_that_are_not_there_changes_no_other_row():
+    g = Gathering()
+    there, absent = np.flatnonzero(g.slot >= 0), np.flatnonzero(g.slot < 0)
+    clean = g.run()[0]
+    g.queries[absent], g.position[absent], g.selected[absent] = np.nan, 10**9, 10**9
+    np.testing.assert_array_equal(g.run()[0][there], clean[there])
