@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as di
-from deepinfer_jax import testing
+from deepinfer_jax import inputs, testing
 from deepinfer_jax.checkpoint.hf import save
 
 B, S = 2, 5
@@ -97,6 +97,12 @@ PROMPTS = {
 def test_prompts(call, arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(**arguments)
+
+
+def test_lists_are_as_good_as_arrays():
+    tokens = inputs.token_batch(TOKENS.tolist(), config())
+    assert tokens.dtype == jnp.int32 and np.array_equal(tokens, TOKENS)
+    assert inputs.lengths_of([5, 3], B, S).tolist() == [5, 3]
 
 
 GENERATIONS = {

@@ -24,13 +24,13 @@ NUMERICS = {
 @functools.cache
 def model_of(numerics):
     config = testing.tiny_config(
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_nextn_predict_layers=0,
         dspark_target_layer_ids=(),
-        compress_ratios=(0, 2, 2, 1),
-        kv_source_layer_ids=(1, 3),
-        index_source_layer_ids=(1, 2, 3),
-        candidate_source_layer_id=1,
+        compress_ratios=(2, 2, 1),
+        kv_source_layer_ids=(0, 2),
+        index_source_layer_ids=(0, 1, 2),
+        candidate_source_layer_id=0,
         candidate_topk_blocks=3,
         candidate_block_size=2,
         sliding_window=6,

@@ -17,8 +17,8 @@ from deepinfer_jax import testing
 from deepinfer_jax.decoding.sampling import noise, process
 from deepinfer_jax.model.engram_tables import token_map
 
-B, S, N = 3, 13, 12
-LENGTHS = np.array([13, 1, 8], np.int32)
+B, S, N = 3, 40, 12
+LENGTHS = np.array([40, 1, 21], np.int32)
 SEEDS = np.array([7, 2**32 - 1, 40], np.uint32)
 # Sequence by sequence: greedy, hot, and cut on both sides.
 MIXED = di.Sampling(
@@ -33,10 +33,10 @@ PAD, EOS = 2, 1
 @functools.cache
 def model():
     config = testing.tiny_config(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_nextn_predict_layers=0,
         dspark_target_layer_ids=(),
-        compress_ratios=(2, 2, 0),
+        compress_ratios=(2, 2),
         kv_source_layer_ids=(0,),
         index_source_layer_ids=(0, 1),
         candidate_source_layer_id=0,
@@ -134,7 +134,7 @@ def test_batch_mates_and_order_do_not_matter():
     others = prompts()
     others[1:] = 77
     found = di.generate(
-        model(), others, [13, 5, 2], seeds=[7, 1, 2], max_new_tokens=N, sampling=MIXED,
+        model(), others, [40, 5, 2], seeds=[7, 1, 2], max_new_tokens=N, sampling=MIXED,
         ignore_eos=True,
     )  # fmt: skip
     assert_same(found, usual(), [0], [0])
@@ -142,20 +142,15 @@ def test_batch_mates_and_order_do_not_matter():
 
 
 def test_padding_capacity_and_prefill_chunks_do_not_matter():
-    """Sixteen sequences of width 40 are prefilled in chunks of sixteen; the usual ones in one."""
+    """Sixteen sequences are prefilled in chunks of sixteen, three of them in one chunk of forty."""
     rows = np.arange(16) % B
-    tokens = np.full((16, 40), 265, np.int32)
+    tokens = np.full((16, S + 4), 265, np.int32)
     tokens[:, :S] = prompts()[rows]
     found = di.generate(
         model(), tokens, LENGTHS[rows], seeds=SEEDS[rows], max_new_tokens=N, capacity=130,
         sampling=jax.tree.map(lambda a: a[rows], MIXED), ignore_eos=True,
     )  # fmt: skip
     assert_same(found, usual(), expected_rows=rows)
-    # A prompt that is longer than a chunk, against its own first token by `forward`.
-    long = np.random.default_rng(42).integers(3, 266, (16, 40), np.int32)
-    found = di.generate(model(), long, max_new_tokens=N, capacity=130, ignore_eos=True)
-    first = np.asarray(di.forward(model(), long).logits)[:, -1].argmax(axis=-1)
-    assert np.array_equal(found.tokens[:, 0], first)
 
 
 def test_seeds_decide_sampled_tokens_and_nothing_else():

@@ -43,16 +43,16 @@ def exact():
     """
     with jax.enable_x64(True):
         config = testing.tiny_config(
-            num_hidden_layers=4,
+            num_hidden_layers=3,
             num_nextn_predict_layers=0,
             dspark_target_layer_ids=(),
-            compress_ratios=(0, 3, 1, 1),
-            kv_source_layer_ids=(1, 2),
-            index_source_layer_ids=(1, 2, 3),
-            candidate_source_layer_id=2,
+            compress_ratios=(3, 1, 1),
+            kv_source_layer_ids=(0, 1),
+            index_source_layer_ids=(0, 1, 2),
+            candidate_source_layer_id=1,
             index_topk=S,
             candidate_topk_blocks=S,
-            engram_layer_ids=(1, 3),
+            engram_layer_ids=(0, 2),
             n_routed_experts=3,
             num_experts_per_tok=3,
             swiglu_limit=1.0,  # reached by many values
@@ -138,12 +138,12 @@ def test_a_loss_on_index_scores_reaches_the_indexer_and_nothing_else(exact):
 def trained():
     """Losses of a few steps of plain gradient descent on one batch of a quantised model."""
     config = testing.tiny_config(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_nextn_predict_layers=0,
         dspark_target_layer_ids=(),
-        compress_ratios=(2, 2, 1),
-        kv_source_layer_ids=(0, 2),
-        index_source_layer_ids=(0, 1, 2),
+        compress_ratios=(2, 2),
+        kv_source_layer_ids=(0,),
+        index_source_layer_ids=(0, 1),
         candidate_source_layer_id=0,
         engram_layer_ids=(1,),
         sliding_window=5,
