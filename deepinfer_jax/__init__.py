@@ -5,6 +5,7 @@ from deepinfer_jax.config import Config
 from deepinfer_jax.decoding.generate import Finish, Generation, generate, stream
 from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
 from deepinfer_jax.forward import Forward, forward
+from deepinfer_jax.llm import LLM, Completion
 from deepinfer_jax.loading import load, load_tokenizer
 from deepinfer_jax.model.transformer import CAPTURES, Transformer, logits, step
 from deepinfer_jax.numerics import Numerics
@@ -17,10 +18,12 @@ __version__ = "0.1.0"
 __all__ = [
     "CAPTURES",
     "Cache",
+    "Completion",
     "Config",
     "Finish",
     "Forward",
     "Generation",
+    "LLM",
     "Numerics",
     "Rows",
     "Sampling",

@@ -1,10 +1,10 @@
 """The cache: everything a sequence leaves behind for its next rows (spec 4).
 
 What grows with the sequence (compressed entries, index keys) lives in paged pools; what does not
-(window KV, compressor parts, token history) lives in one ring per slot, indexed by absolute position.
-The cache holds no length: a row's position decides what it sees, so taking tokens back is going on
-from an earlier position. Rings are longer than the look-back by the rows that one call may add, so
-nothing an earlier position needs is overwritten.
+(window KV, compressor parts, token history) lives in one ring per slot, indexed by absolute
+position. The cache holds no length: a row's position decides what it sees, so taking tokens back
+is going on from an earlier position. Rings are longer than the look-back by the rows that one
+call may add, so nothing an earlier position needs is overwritten.
 
 A page holds the entries of `page` consecutive tokens of one slot, whatever the compression ratio.
 """
@@ -160,7 +160,7 @@ def bytes_per_slot(config: Config, rows_per_slot: int = 1) -> int:
 
 
 def write_ring(ring: jax.Array, slot, position, value) -> jax.Array:
-    """The ring [slots, n, ...] with `value` [T, ...] at each row's position; absent rows write nothing."""
+    """The ring [slots, n, ...] with `value` [T, ...] the rows' positions; absent rows write nothing."""
     slot = jnp.where(slot < 0, ring.shape[0], slot)
     return ring.at[slot, position % ring.shape[1]].set(value.astype(ring.dtype), mode="drop")
 

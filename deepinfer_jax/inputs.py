@@ -17,13 +17,22 @@ def is_known(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def _dtype(x: Any):
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+def _int32(x: Any) -> jax.Array:
+    # Converted on the host: on the device, every other dtype and shape is a program to compile.
+    return jnp.asarray(x if isinstance(x, jax.Array) else np.asarray(x, np.int32), jnp.int32)
+
+
 def token_batch(tokens: Any, config: Config, name: str = "tokens") -> jax.Array:
     """Token ids as int32 [B, S].
 
     Raises:
         ValueError: not a two-dimensional array of integers, empty, or an id outside the vocabulary.
     """
-    shape, dtype = np.shape(tokens), jnp.result_type(tokens)
+    shape, dtype = np.shape(tokens), _dtype(tokens)
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers of shape [batch, length], got {dtype} {list(shape)}"
@@ -41,7 +50,7 @@ def token_batch(tokens: Any, config: Config, name: str = "tokens") -> jax.Array:
                 f"{name}[{row}, {column}] = {values[row, column]} is outside the vocabulary "
                 f"[0, {config.vocab_size})"
             )
-    return jnp.asarray(tokens, jnp.int32)
+    return _int32(tokens)
 
 
 def lengths_of(lengths: Any, batch: int, width: int) -> jax.Array:
@@ -54,6 +63,9 @@ def lengths_of(lengths: Any, batch: int, width: int) -> jax.Array:
         return jnp.full(batch, width, jnp.int32)
     if np.shape(lengths) != (batch,):
         raise ValueError(f"lengths must have shape [{batch}], got {list(np.shape(lengths))}")
+    dtype = _dtype(lengths)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers, got {dtype}")
     if is_known(lengths):
         values = np.asarray(lengths)
         if values.min() < 1:
@@ -63,7 +75,7 @@ def lengths_of(lengths: Any, batch: int, width: int) -> jax.Array:
             raise ValueError(
                 f"lengths must be at most {width}, the width of tokens, got {values.max()}"
             )
-    return jnp.asarray(lengths, jnp.int32)
+    return _int32(lengths)
 
 
 def per_sequence(value: Any, batch: int, dtype, name: str) -> jax.Array:
@@ -76,4 +88,6 @@ def per_sequence(value: Any, batch: int, dtype, name: str) -> jax.Array:
         raise ValueError(
             f"{name} must be a scalar or have shape [{batch}], got {list(np.shape(value))}"
         )
+    if is_known(value):  # on the host, where no shape has to be compiled for
+        value = np.broadcast_to(np.asarray(value, dtype), (batch,))
     return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))

@@ -22,7 +22,8 @@ class Numerics:
     Attributes:
         dtype: activations and linear outputs, "bfloat16" or "float32" ("float64" is for gradient
             checks and needs `jax_enable_x64`; no quantiser runs in it).
-        quantize_activations: e4m3 round trip of the input of every quantised linear (spec 5.2, 5.6).
+        quantize_activations: e4m3 round trip of the input of every quantised linear (spec
+            5.2, 5.6).
         quantize_cache: round trips of window KV (e4m3), entries (nvfp4), index keys and index
             queries (mxfp4) (spec 5.2 to 5.4).
         round_probabilities: attention weights to bfloat16 before the value product (spec 3.9).
@@ -50,6 +51,12 @@ class Numerics:
             raise ValueError(
                 "Numerics(dtype='float64') is for gradient checks: set quantize_activations=False "
                 "and quantize_cache=False"
+            )
+
+        if self.quantize_wo_a and not self.quantize_activations:
+            raise ValueError(
+                "Numerics.quantize_wo_a quantises one more activation: it needs "
+                "quantize_activations=True"
             )
 
     @property

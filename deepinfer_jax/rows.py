@@ -1,10 +1,10 @@
 """Rows: the flat list of tokens that one step processes, and how row operations are run.
 
 Prefill chunk, single-token decode, draft verification and teacher forcing are the same call on T
-rows. A row knows its slot (which sequence of the cache) and its absolute position; nothing else about
-the call may influence it. `over_rows` is where reproducibility comes from: XLA picks a kernel by
-shape, so a row's bits depend on how many rows are computed together, unless every operation always
-sees the same number of rows.
+rows. A row knows its slot (which sequence of the cache) and its absolute position; nothing else
+about the call may influence it. `over_rows` is where reproducibility comes from: XLA picks a
+kernel by shape, so a row's bits depend on how many rows are computed together, unless every
+operation always sees the same number of rows.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Rows:
 
     @property
     def valid(self) -> jax.Array:
-        """bool [T]."""
+        """Which rows are there, bool [T]."""
         return self.slot >= 0
 
     def pad(self, total: int) -> "Rows":
@@ -55,6 +55,13 @@ class Rows:
             for name, value in (("tokens", 0), ("slot", -1), ("position", 0), ("image", False))
         }
         return Rows(**filled, group=1)
+
+    def compact(self) -> "Rows":
+        """The same rows with the valid ones in front, in their order; groups are dropped."""
+        order = jnp.argsort(~self.valid, stable=True)
+        return Rows(
+            self.tokens[order], self.slot[order], self.position[order], self.image[order], group=1
+        )
 
 
 def rectangle(tokens, slot, start, count, image) -> Rows:
@@ -92,13 +99,13 @@ def padded_total(total: int, tile: int | None) -> int:
 def over_rows(function: Callable[..., Any], *inputs, tile: int | None, live: jax.Array) -> Any:
     """Apply a row operation to all rows, in fixed tiles if `tile` is given.
 
-    The number of tiles is data: tiles past the last valid row are skipped (their results are zero),
-    and XLA can neither unroll the loop nor fuse it with its surroundings, so the body is compiled the
-    same way whatever the number of rows.
+    The number of tiles is data: tiles past the last valid row are skipped (their results are
+    zero), and XLA can neither unroll the loop nor fuse it with its surroundings, so the body is
+    compiled the same way whatever the number of rows.
 
     Args:
-        function: pytrees with leading axis `rows` -> pytree with leading axis `rows`; a row's result
-            may depend on that row only.
+        function: pytrees with leading axis `rows` -> pytree with leading axis `rows`; a row's
+            result may depend on that row only.
         *inputs: pytrees with leading axis T, a row count of `padded_total`.
         tile: rows per tile, or None for one call on all rows.
         live: int32 [], rows up to and including the last valid one.

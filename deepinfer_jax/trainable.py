@@ -1,8 +1,8 @@
 """A model as float weights to differentiate and everything else, and back (spec 5.5).
 
-Codes of 4 and 8 bits cannot be differentiated: JAX refuses the integers and would round gradients to
-the 8-bit floats. So `trainable` takes the values out as floats, `combine` puts them back without
-changing their dtype, and `quantize` returns to the released formats.
+Codes of 4 and 8 bits cannot be differentiated: JAX refuses the integers and would round gradients
+to the 8-bit floats. So `trainable` takes the values out as floats, `combine` puts them back
+without changing their dtype, and `quantize` returns to the released formats.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ class Rest:
 
     Attributes:
         model: the model, `None` in place of every weight.
-        names: static, the weights' names in the order of the model's structure.
+        shapes: static, the weights' names and shapes in the order of the model's structure.
     """
 
     model: Any
-    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = dataclasses.field(metadata={"static": True})
 
 
 def _is_parameter(leaf: Any) -> bool:
@@ -65,19 +65,26 @@ def trainable(model: Transformer, dtype=jnp.float32) -> tuple[dict[str, jax.Arra
     gaps = jax.tree.map(
         lambda leaf: nnx.Param(None) if _is_parameter(leaf) else leaf, model, is_leaf=_is_parameter
     )
-    return weights, Rest(gaps, tuple(weights))
+    return weights, Rest(gaps, tuple((name, w.shape) for name, w in weights.items()))
 
 
 def combine(params: dict[str, jax.Array], rest: Rest) -> Transformer:
     """The model with these weights, in the dtype they have.
 
     Raises:
-        ValueError: a weight is missing or unknown, named.
+        ValueError: a weight is missing, unknown or of another shape, named.
     """
-    wrong = sorted(set(rest.names) ^ set(params))
+    shapes = dict(rest.shapes)
+    wrong = sorted(set(shapes) ^ set(params))
     if wrong:
-        kind = "missing" if wrong[0] in rest.names else "unknown"
+        kind = "missing" if wrong[0] in shapes else "unknown"
         raise ValueError(f"combine: {kind} weight {wrong[0]!r} ({len(wrong)} do not fit)")
+    for name, weight in params.items():
+        if weight.shape != shapes[name]:
+            raise ValueError(
+                f"combine: weight {name!r} must have shape {list(shapes[name])}, "
+                f"got {list(weight.shape)}"
+            )
     return with_parameters(rest.model, params)
 
 
@@ -91,7 +98,7 @@ def with_parameters(model: Transformer, weights: dict[str, Any]) -> Transformer:
 
 
 def quantize(model: Transformer) -> Transformer:
-    """The model in the released storage: e4m3 linears, e2m1 experts, e4m3 tables, the rest bfloat16.
+    """The model in the released storage: e4m3 linears and tables, e2m1 experts, bfloat16 rest.
 
     Weights that the release keeps in float32 stay so. Already quantised weights are left alone.
     """

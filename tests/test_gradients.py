@@ -14,7 +14,9 @@ from deepinfer_jax.model.engram_tables import token_map
 B, S = 2, 21
 # Weights that only decide which entries and experts are chosen.
 CHOOSING = ("indexer.", "gate.bias")
-STEP = 1e-5
+# Short enough that the clamp of an expert or the sign in Engram's gate is not crossed on the way,
+# where there is no derivative: the seeds are chosen for that.
+STEP = 5e-6
 
 
 def tokens_of(seed):
@@ -28,7 +30,7 @@ def build(config, numerics, quantized):
 
 def directions(params):
     """A random direction for each weight, of the weight's own size."""
-    rng = np.random.default_rng(31)
+    rng = np.random.default_rng(33)
     return {
         name: rng.standard_normal(p.shape) * (np.std(p) + 0.1) for name, p in params.items()
     }
@@ -111,7 +113,7 @@ def test_every_weight_has_the_derivative_of_finite_differences(exact):
 def test_all_weights_together_have_the_derivative_of_finite_differences(exact):
     params, gradients, finite_difference = exact
     with jax.enable_x64(True):
-        direction = directions(params)
+        direction = {name: 0.1 * d for name, d in directions(params).items()}
         assert all(g.dtype == jnp.float64 for g in gradients["logits"].values())
         derivative = sum(float(jnp.vdot(gradients["logits"][n], d)) for n, d in direction.items())
         expected = finite_difference(direction, "logits")

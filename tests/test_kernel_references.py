@@ -7,6 +7,7 @@ record bfloat16 with one rounding point, agreement is exact.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paper
 import pytest
 from golden_files import component, component_notes, relative_error
 
@@ -61,6 +62,21 @@ def test_round_trips_are_exact(form):
         np.testing.assert_array_equal(np.signbit(value), np.signbit(golden), err_msg=name)
 
 
+def test_nvfp4_divides_as_the_spec_says():
+    """A product with a rounded reciprocal, which XLA prefers, decides ties wrongly."""
+    rng = np.random.default_rng(0)
+    scale = np.arange(8, 16)[:, None] / 8 * 2.0 ** np.arange(-5, 5)  # e4m3 values
+    tie = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], (80, 16))
+    x = (tie * scale.reshape(80, 1)).astype(np.float32)
+    x[:, 0] = 6 * scale.reshape(80)
+    np.testing.assert_array_equal(jax.jit(nvfp4_blocks)(x), paper.nvfp4(x))
+
+    middle = np.arange(17, 32, 2) / 16  # amax / 6 lies between two scales
+    x = rng.uniform(-1, 1, (8, 16)).astype(np.float32)
+    x[:, 0] = 6 * middle
+    np.testing.assert_array_equal(jax.jit(nvfp4_blocks)(x), paper.nvfp4(x))
+
+
 @pytest.mark.parametrize("form, block", [("fp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
 @pytest.mark.parametrize("width", [1, 15, 40, 70])
 def test_a_partial_block_is_a_block_padded_with_zeros(form, block, width):
@@ -97,6 +113,7 @@ def rope_config(name):
     scaling = {k: v for k, v in notes["rope_scaling"].items() if k != "rope_type"}
     return tiny_config(
         head_dim=2 * notes["qk_rope_head_dim"],
+        index_head_dim=2 * notes["qk_rope_head_dim"],
         qk_rope_head_dim=notes["qk_rope_head_dim"],
         rope_theta=notes["rope_theta"],
         compress_rope_theta=notes["compress_rope_theta"],
@@ -186,7 +203,6 @@ def test_sinkhorn(name):
     notes, g = component_notes("mhc")[name], part(component("mhc"), name + ".")
     comb = sinkhorn(np.moveaxis(g["logits"], 0, -1), notes["iterations"], notes["eps"])
     assert relative_error(np.moveaxis(comb, -1, 0), g["out"]) < 1e-6
-    np.testing.assert_allclose(np.sum(comb, axis=0), 1, atol=1e-3)  # columns come last
 
 
 @pytest.mark.golden
@@ -241,6 +257,11 @@ def test_mixture_of_experts(name, dtype):
         assert relative_error(value, rows_of(g["out"])) < allowed, implementation
 
 
+run_experts = jax.jit(
+    routed_experts, static_argnames=("limit", "quantize", "tile", "implementation")
+)
+
+
 class Crowd:
     """Random experts and rows, and the obvious loop over rows and choices in float64."""
 
@@ -258,7 +279,7 @@ class Crowd:
 
     def run(self, implementation, tile=None, limit=0.8, **changed):
         arrays = {k: getattr(self, k) for k in ("x", "chosen", "weight", "valid", "experts")}
-        return routed_experts(
+        return run_experts(
             **arrays | changed,
             limit=limit,
             quantize=False,
@@ -309,7 +330,7 @@ def test_tiles_and_dense_agree_on_quantised_experts_and_activations():
     values = Experts(*(w.dequantize(jnp.float32) for w in stored))
     x = fp8_blocks(crowd.x)
     results = [
-        routed_experts(
+        run_experts(
             x, crowd.chosen, crowd.weight, crowd.valid, experts, limit=0.8, quantize=True,
             implementation=implementation,
         )
@@ -463,6 +484,9 @@ def test_engram_gate(dtype):
 # --- Index scores and selection -------------------------------------------------------------------
 
 
+run_scores = jax.jit(index_scores, static_argnames=("group", "rounded"))
+
+
 def index_inputs(dtype, group=4, groups=5, slots=3, J=3, C=32, pages=4, per_page=8):
     """Rows of `groups` groups; pages of the slots are interleaved at random."""
     rng = np.random.default_rng(3)
@@ -488,7 +512,7 @@ def test_index_scores_equal_the_obvious_sum(dtype, rounded, group):
         return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(float) if rounded else x
 
     inputs = index_inputs(dtype)
-    scores = np.asarray(index_scores(**inputs, group=group, rounded=rounded))
+    scores = np.asarray(run_scores(**inputs, group=group, rounded=rounded))
     arrays = {k: np.asarray(v).astype(float) for k, v in inputs.items() if k[0] in "qgk"}
     assert scores.shape == (20, 32) and scores.dtype == np.float32
     for t in np.flatnonzero(inputs["slot"] >= 0):
@@ -505,7 +529,7 @@ def test_index_scores_equal_the_obvious_sum(dtype, rounded, group):
 def test_index_scores_by_groups_equal_row_by_row(rounded):
     inputs = index_inputs(jnp.bfloat16)
     there = inputs["slot"] >= 0
-    rows, groups = (index_scores(**inputs, group=g, rounded=rounded) for g in (1, 4))
+    rows, groups = (run_scores(**inputs, group=g, rounded=rounded) for g in (1, 4))
     np.testing.assert_allclose(groups[there], rows[there], rtol=1e-6, atol=1e-6)
     assert np.isfinite(rows[there]).any()
 
@@ -515,13 +539,13 @@ def test_index_scores_of_rows_that_are_not_there_change_no_other_row(group):
     inputs = index_inputs(jnp.float32)
     absent = np.flatnonzero(inputs["slot"] < 0)
     there = np.flatnonzero(inputs["slot"] >= 0)
-    clean = index_scores(**inputs, group=group, rounded=False)
+    clean = run_scores(**inputs, group=group, rounded=False)
     poison = {
         "queries": inputs["queries"].at[absent].set(np.nan),
         "gains": inputs["gains"].at[absent].set(np.nan),
         "visible": np.where(inputs["slot"] < 0, 10**3, inputs["visible"]).astype(np.int32),
     }
-    poisoned = index_scores(**inputs | poison, group=group, rounded=False)
+    poisoned = run_scores(**inputs | poison, group=group, rounded=False)
     np.testing.assert_array_equal(poisoned[there], clean[there])
 
 
@@ -583,19 +607,19 @@ class Gathering:
         self.sink = np.array([0.5, -1, 3], np.float32)
         self.width = width
 
-    def run(self, entries=True, with_weights=False, **changed):
+    def run(self, sparse=True, with_weights=False, **changed):
         names = ["queries", "window", "sink", "slot", "position"]
-        names += ["entries", "pages", "selected"] if entries else []
+        names += ["entries", "pages", "selected"] if sparse else []
         arrays = {k: jnp.asarray(getattr(self, k)) for k in names}
         options = {"width": self.width, "scale": 0.3, "rounded": False} | changed
         return sparse_attention(**arrays | options, with_weights=with_weights)
 
-    def slowly(self, t, entries=True, rounded=False):
+    def slowly(self, t, sparse=True, rounded=False):
         """Row t: result [H, E] and weights [H, W + K]."""
         slot, ring = self.slot[t], self.window.shape[1]
         past = self.position[t] - np.arange(self.width)[::-1]
         kv, valid = self.window[slot, past % ring], past >= 0
-        if entries:
+        if sparse:
             pool = self.entries[self.pages[slot]].reshape(-1, kv.shape[1])
             kv = np.concatenate([kv, pool[self.selected[t]]])
             valid = np.concatenate([valid, self.selected[t] >= 0])
@@ -608,15 +632,15 @@ class Gathering:
         return used @ kv / total, e / total
 
 
-@pytest.mark.parametrize("entries", [True, False])
-def test_attention_equals_the_obvious_sum(entries):
+@pytest.mark.parametrize("sparse", [True, False])
+def test_attention_equals_the_obvious_sum(sparse):
     g = Gathering()
-    value, weights = g.run(entries, with_weights=True)
+    value, weights = g.run(sparse, with_weights=True)
     for t in np.flatnonzero(g.slot >= 0):
-        expected, shares = g.slowly(t, entries)
+        expected, shares = g.slowly(t, sparse)
         assert relative_error(value[t], expected) < 1e-6
         np.testing.assert_allclose(weights[t], shares, rtol=1e-5, atol=1e-7)
-    assert g.run(entries)[1] is None
+    assert g.run(sparse)[1] is None
 
 
 def test_attention_rounds_its_weights_before_the_product_and_not_before_the_sum():

@@ -33,6 +33,12 @@ FLOAT32_NO_QUANTISATION = di.Numerics(
 FLOAT32_QUANTIZED_ACTIVATIONS = di.Numerics(dtype="float32")
 BFLOAT16 = di.Numerics(quantize_activations=False, round_probabilities=False)
 
+
+def slow_except(*quick, names=CASES):
+    """Parameters of which the others are slow: a program is compiled for each."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
+
+
 EVERYTHING = tuple(sorted(set(di.CAPTURES) - {"weights"}))  # goldens hold no attention weights
 # The programs of tests run once: most of their time would go into optimising them.
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
@@ -181,7 +187,7 @@ def test_float32_model_equals_golden_with_the_same_selections(name):
     assert relative_error(rms[:, real], golden[:, real]) < 1e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except("swa", "hier", "quantised"))
 def test_float32_model_without_cache_round_trips_equals_golden(name):
     outputs = run(name, "f32", FLOAT32_NO_QUANTISATION, ("selection", "router"))
     compared = set()
@@ -200,7 +206,10 @@ def test_float32_model_without_cache_round_trips_equals_golden(name):
 # --- Quantised activations, layer by layer --------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "vision_engram"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except("swa", "flash_mini", "quantised", names=[n for n in CASES if n != "vision_engram"]),
+)
 def test_quantized_activations_equal_golden_layer_by_layer(name):
     golden = case(name)
     recorded, real = golden.files["f32_actquant"], golden.real
@@ -290,7 +299,9 @@ def test_bfloat16_selections_differ_from_golden_only_inside_ties(bfloat16_layers
     assert len(swaps(ours, theirs, "index_scores.6")) == 1
 
 
-@pytest.mark.parametrize("name", ["flash_mini", "vision_engram", "quantised"])
+@pytest.mark.parametrize(
+    "name", slow_except("quantised", names=("flash_mini", "vision_engram", "quantised"))
+)
 def test_bfloat16_model_is_close_to_golden_from_end_to_end(name):
     outputs = run(name, "bf16", BFLOAT16, ())
     ((_, value, golden),) = [p for p in case(name).pairs("bf16", outputs) if p[0] == "logits"]

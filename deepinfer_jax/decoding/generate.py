@@ -1,10 +1,16 @@
-"""Generation as one XLA program: prefill in chunks, then a `lax.while_loop` over the step function.
+"""Generation as one XLA program: a `lax.while_loop` over the step function.
 
-The loop's state holds each sequence's last token, which is not in the cache yet. A round runs it
-through the step, chooses the next token from its logits, and commits by adding one to a length. The
-prompt's last token is the first one the loop runs, so prefill needs no logits.
+The loop's state holds, for every sequence, its text so far and how much of it has been run. A
+round runs the next known tokens of each sequence (a chunk of its prompt, or the token chosen
+last) and, where that reaches the end of the text, chooses one more. So prompts of different
+lengths, prefill and decoding are the same round, and taking tokens back would be setting a
+length; drafts have their place behind the known text.
 
-Letters: B sequences, S prompt width, N most new tokens, K stop ids, D pending drafts.
+In reproducible numerics one loop does both, since row tiles that hold no rows cost nothing.
+Otherwise rows are computed whether they hold a token or not, so a loop of wide rounds runs while
+prompts last and a loop of one-row rounds after it.
+
+Letters: B sequences, S prompt width, N most new tokens, K stop ids, T rows of a round.
 """
 
 import dataclasses
@@ -26,9 +32,10 @@ from deepinfer_jax.model.transformer import Transformer, logits, step
 from deepinfer_jax.rows import rectangle
 from pallas_kernels.layouts import QuantizedTensor
 
-# Rows of a prefill chunk over all sequences: enough to fill the device's matrix units.
-_PREFILL_ROWS = {"cpu": 256}
-_PREFILL_ROWS_ACCELERATOR = 4096
+# Rows of a round over all sequences while prompts last: enough to fill the device's matrix units,
+# few enough that a CPU's buffers stay in its caches when only one row of them is in use.
+_ROUND_ROWS = {"cpu": 64}
+_ROUND_ROWS_ACCELERATOR = 4096
 # Stop ids are padded to a multiple of this, so that their number does not recompile.
 _STOP_WIDTH = 8
 
@@ -44,7 +51,7 @@ class Finish(IntEnum):
 class Stats(NamedTuple):
     """Counters of a generation."""
 
-    steps: jax.Array  # int32 [B], rounds in which the sequence took part
+    steps: jax.Array  # int32 [B], rounds that ended with a choice of this sequence
 
 
 class Generation(NamedTuple):
@@ -65,27 +72,19 @@ class Generation(NamedTuple):
     stats: Stats
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "cache", "last", "position", "pending", "tokens", "logprobs", "count", "limit", "finish",
-        "running", "steps", "seeds", "stops", "sampling",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
     """What the loop carries.
 
     Attributes:
         cache: everything before `position`.
-        last: int32 [B], the token at `position`, not in the cache yet.
-        position: int32 [B].
-        pending: int32 [B, D], drafts for the positions after it; D is 0 without a drafter.
-        tokens: int32 [B, N], new tokens so far.
+        text: int32 [B, S + N], prompt and new tokens of each sequence.
+        start: int32 [B], length of the prompt.
+        count: int32 [B], new tokens.
+        position: int32 [B], how much of the text has been run.
         logprobs: float32 [B, N].
-        count: int32 [B], how many there are.
-        limit: int32 [B], how many there may be.
+        limit: int32 [B], how many new tokens there may be.
         finish: int32 [B].
         running: bool [B].
         steps: int32 [B].
@@ -95,12 +94,11 @@ class State:
     """
 
     cache: Cache
-    last: jax.Array
-    position: jax.Array
-    pending: jax.Array
-    tokens: jax.Array
-    logprobs: jax.Array
+    text: jax.Array
+    start: jax.Array
     count: jax.Array
+    position: jax.Array
+    logprobs: jax.Array
     limit: jax.Array
     finish: jax.Array
     running: jax.Array
@@ -110,11 +108,17 @@ class State:
     sampling: Sampling
 
     @property
-    def result(self) -> Generation:
-        """What has been generated so far."""
-        return Generation(
-            self.tokens, self.count, self.logprobs, self.finish, Stats(self.steps)
-        )
+    def ahead(self) -> jax.Array:
+        """int32 [B], known tokens that have not been run."""
+        return self.start + self.count - self.position
+
+
+def _result(state: State, pad_id: int) -> Generation:
+    """What has been generated so far."""
+    new = jnp.arange(state.logprobs.shape[1])
+    tokens = jnp.take_along_axis(state.text, state.start[:, None] + new, axis=1)
+    tokens = jnp.where(new < state.count[:, None], tokens, pad_id)
+    return Generation(tokens, state.count, state.logprobs, state.finish, Stats(state.steps))
 
 
 class Prompts(NamedTuple):
@@ -133,7 +137,7 @@ class Shape(NamedTuple):
 
     max_new_tokens: int
     capacity: int
-    chunk: int
+    width: int  # rows of a sequence in a round while its prompt lasts
 
 
 def generate(
@@ -153,9 +157,9 @@ def generate(
 ) -> Generation:
     """Continue prompts.
 
-    Pure and jitted: compiles once for each shape of `tokens`, `max_new_tokens` and `capacity`, and
-    may be called inside a larger jitted program. Batch sequences here rather than with `vmap`, which
-    would select between whole caches every step.
+    Pure and jitted: compiles once for each shape of `tokens`, `max_new_tokens` and `capacity`,
+    and may be called inside a larger jitted program. Batch sequences here rather than with
+    `vmap`, which would select between whole caches every step.
 
     The same seed gives the same tokens whatever else is in the batch, in reproducible numerics (the
     default on CPU).
@@ -208,9 +212,9 @@ def stream(
     state = _begin(model, prompts, shape)
     running = True
     while running:
-        state = _advance(model, state, np.int32(burst))
+        state, result = _advance(model, state, np.int32(burst), shape)
         running = bool(state.running.any())
-        yield jax.tree.map(jnp.copy, state.result) if running else state.result
+        yield result
 
 
 def _prepare(
@@ -245,10 +249,9 @@ def _prepare(
         sampling=sampling.broadcast(B),
     )
     on_cpu = jax.default_backend() == "cpu"
-    rows = _PREFILL_ROWS["cpu"] if on_cpu else _PREFILL_ROWS_ACCELERATOR
-    chunk = max(1, min(S, rows // B))
+    width = max(1, min(S, (_ROUND_ROWS["cpu"] if on_cpu else _ROUND_ROWS_ACCELERATOR) // B))
     model = model.with_numerics(model.numerics.resolve(reproducible=on_cpu))
-    return model, prompts, Shape(max_new_tokens, capacity, chunk)
+    return model, prompts, Shape(max_new_tokens, capacity, width)
 
 
 def _seeds(seeds, key, batch: int) -> jax.Array:
@@ -275,52 +278,43 @@ def _limit(limits, most: int, batch: int) -> jax.Array:
 
 
 def _stops(stop_ids, ignore_eos: bool, config: Config, batch: int) -> jax.Array:
-    if inputs.is_known(stop_ids):
+    on_host = inputs.is_known(stop_ids)  # where no shape has to be compiled for
+    if on_host:
         stop_ids = np.asarray(stop_ids, np.int32)
         if stop_ids.size and (stop_ids.min() < -1 or stop_ids.max() >= config.vocab_size):
             raise ValueError(
                 f"stop_ids must be token ids below {config.vocab_size} (or -1), "
                 f"got {stop_ids.min()} to {stop_ids.max()}"
             )
+    array = np if on_host else jnp
     if np.ndim(stop_ids) == 1:
-        stop_ids = jnp.broadcast_to(stop_ids, (batch, np.shape(stop_ids)[0]))
+        stop_ids = array.broadcast_to(stop_ids, (batch, np.shape(stop_ids)[0]))
     if np.ndim(stop_ids) != 2 or np.shape(stop_ids)[0] != batch:
         raise ValueError(
             f"stop_ids must have shape [K] or [{batch}, K], got {list(np.shape(stop_ids))}"
         )
-    eos = jnp.full((batch, 1), -1 if ignore_eos else config.eos_token_id, jnp.int32)
-    stops = jnp.concatenate([eos, jnp.asarray(stop_ids, jnp.int32)], axis=1)
+    eos = np.full((batch, 1), -1 if ignore_eos else config.eos_token_id, np.int32)
+    stops = array.concatenate([eos, stop_ids.astype(np.int32)], axis=1)
     missing = -stops.shape[1] % _STOP_WIDTH
-    return jnp.pad(stops, ((0, 0), (0, missing)), constant_values=-1)
+    return jnp.asarray(array.pad(stops, ((0, 0), (0, missing)), constant_values=-1))
 
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _generate(model: Transformer, prompts: Prompts, shape: Shape) -> Generation:
-    model = _unpacked(model)
-    state = _prefill(model, prompts, shape)
-    return lax.while_loop(
-        lambda s: s.running.any(), functools.partial(_round, model), state
-    ).result
+    state = _run(_unpacked(model), _initial(model, prompts, shape), shape, None)
+    return _result(state, model.config.pad_token_id)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _begin(model: Transformer, prompts: Prompts, shape: Shape) -> State:
-    return _prefill(_unpacked(model), prompts, shape)
+    return _initial(model, prompts, shape)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def _advance(model: Transformer, state: State, rounds: jax.Array) -> State:
-    model = _unpacked(model)
-
-    def go_on(carry):
-        done, state = carry
-        return (done < rounds) & state.running.any()
-
-    def body(carry):
-        done, state = carry
-        return done + 1, _round(model, state)
-
-    return lax.while_loop(go_on, body, (jnp.int32(0), state))[1]
+@functools.partial(jax.jit, static_argnames="shape", donate_argnames="state")
+def _advance(model: Transformer, state: State, rounds: jax.Array, shape: Shape):
+    """The state after so many rounds with a choice, and what has been generated by then."""
+    state = _run(_unpacked(model), state, shape, rounds)
+    return state, _result(state, model.config.pad_token_id)
 
 
 def _unpacked(model: Transformer) -> Transformer:
@@ -343,34 +337,19 @@ def _unpacked(model: Transformer) -> Transformer:
     return jax.tree.map(unpack, model, is_leaf=is_quantized)
 
 
-def _prefill(model: Transformer, prompts: Prompts, shape: Shape) -> State:
-    """Run all but the last token of each prompt, chunk by chunk."""
-    B, S = prompts.tokens.shape
-    N, chunk = shape.max_new_tokens, shape.chunk
-    slots = jnp.arange(B, dtype=jnp.int32)
-    before = prompts.lengths - 1
-    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, chunk)))
-    text = jnp.zeros((B, chunk), bool)
-
-    def run_chunk(i, cache):
-        start = i * chunk
-        part = lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        count = jnp.clip(before - start, 0, chunk)
-        starts = jnp.full(B, start, jnp.int32)
-        return step(model, cache, rectangle(part, slots, starts, count, text))[1]
-
-    cache = init_cache(model.config, B, shape.capacity, chunk, numerics=model.numerics)
-    chunks = (jnp.max(before) + chunk - 1) // chunk
-    cache = lax.fori_loop(0, chunks, run_chunk, cache)
+def _initial(model: Transformer, prompts: Prompts, shape: Shape) -> State:
+    B = prompts.tokens.shape[0]
+    N = shape.max_new_tokens
     zeros = jnp.zeros(B, jnp.int32)
     return State(
-        cache=cache,
-        last=jnp.take_along_axis(prompts.tokens, before[:, None], axis=1)[:, 0],
-        position=before,
-        pending=jnp.zeros((B, 0), jnp.int32),
-        tokens=jnp.full((B, N), model.config.pad_token_id, jnp.int32),
-        logprobs=jnp.zeros((B, N), jnp.float32),
+        cache=init_cache(
+            model.config, B, shape.capacity, shape.width, numerics=model.numerics
+        ),
+        text=jnp.pad(prompts.tokens, ((0, 0), (0, N))),
+        start=prompts.lengths,
         count=zeros,
+        position=zeros,
+        logprobs=jnp.zeros((B, N), jnp.float32),
         limit=prompts.limit,
         finish=zeros,
         running=jnp.ones(B, bool),
@@ -381,38 +360,73 @@ def _prefill(model: Transformer, prompts: Prompts, shape: Shape) -> State:
     )
 
 
-def _round(model: Transformer, state: State) -> State:
-    """One step of all running sequences, one token each."""
-    B = state.last.shape[0]
-    slots = jnp.arange(B, dtype=jnp.int32)
-    rows = rectangle(
-        state.last[:, None], slots, state.position, state.running.astype(jnp.int32),
-        jnp.zeros((B, 1), bool),
-    )  # fmt: skip
-    hidden, cache, _ = step(model, state.cache, rows)
-    token, logprob = choose(
-        logits(model, hidden), state.sampling, state.seeds, state.position + 1
-    )
-    valid = state.running & (token >= 0)
-    column = jnp.where(valid, state.count, state.tokens.shape[1])
+def _run(model: Transformer, state: State, shape: Shape, rounds: jax.Array | None) -> State:
+    """Rounds until nothing runs, or until so many of them have chosen a token for some sequence."""
 
-    def put(array, value):
-        return array.at[slots, column].set(value, mode="drop")
+    def loop(state, done, width, go_on):
+        def condition(carry):
+            done, state = carry
+            within = True if rounds is None else done < rounds
+            return within & go_on(state)
+
+        def body(carry):
+            done, state = carry
+            after = _round(model, state, width)
+            return done + (after.count > state.count).any(), after
+
+        return lax.while_loop(condition, body, (done, state))
+
+    done = jnp.int32(0)
+    if not model.numerics.reproducible and shape.width > 1:
+        done, state = loop(
+            state, done, shape.width, lambda s: (s.running & (s.ahead > 1)).any()
+        )
+        return loop(state, done, 1, lambda s: s.running.any())[1]
+    return loop(state, done, shape.width, lambda s: s.running.any())[1]
+
+
+def _round(model: Transformer, state: State, width: int) -> State:
+    """Run up to `width` known tokens of every running sequence; choose where they reach the end."""
+    B = state.position.shape[0]
+    slots = jnp.arange(B, dtype=jnp.int32)
+    taken = jnp.where(state.running, jnp.minimum(state.ahead, width), 0)
+    column = jnp.minimum(
+        state.position[:, None] + jnp.arange(width), state.text.shape[1] - 1
+    )
+    rows = rectangle(
+        jnp.take_along_axis(state.text, column, axis=1),
+        slots,
+        state.position,
+        taken,
+        jnp.zeros((B, width), bool),
+    )
+    if model.numerics.reproducible:
+        rows = rows.compact()
+    hidden, cache, _ = step(model, state.cache, rows)
+    last = jnp.zeros(B, jnp.int32).at[jnp.where(rows.valid, rows.slot, B)].max(
+        jnp.arange(rows.slot.shape[0], dtype=jnp.int32), mode="drop"
+    )
+    position = state.position + taken
+    token, logprob = choose(logits(model, hidden[last]), state.sampling, state.seeds, position)
+
+    reached = state.running & (taken == state.ahead)
+    valid = reached & (token >= 0)
+
+    def put(array, column, value):
+        return array.at[slots, jnp.where(valid, column, array.shape[1])].set(value, mode="drop")
 
     count = state.count + valid
     stopped = valid & (token[:, None] == state.stops).any(axis=1)
-    running = valid & ~stopped & (count < state.limit)
-    invalid = state.running & ~valid
+    invalid = reached & ~valid
     finish = jnp.where(stopped, Finish.STOP, jnp.where(invalid, Finish.INVALID, state.finish))
     return dataclasses.replace(
         state,
         cache=cache,
-        last=jnp.where(valid, token, state.last),
-        position=state.position + valid,
-        tokens=put(state.tokens, token),
-        logprobs=put(state.logprobs, logprob),
+        text=put(state.text, state.start + state.count, token),
         count=count,
+        position=position,
+        logprobs=put(state.logprobs, state.count, logprob),
         finish=finish.astype(jnp.int32),
-        running=running,
-        steps=state.steps + state.running,
+        running=state.running & ~stopped & ~invalid & (count < state.limit),
+        steps=state.steps + reached,
     )

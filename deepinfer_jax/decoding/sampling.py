@@ -76,10 +76,13 @@ class Sampling:
         """
 
         def spread(name, dtype):
-            value = jnp.asarray(getattr(self, name), dtype)
+            value = getattr(self, name)
+            # On the host, where no shape has to be compiled for.
+            known = not isinstance(value, jax.core.Tracer)
+            value = np.asarray(value, dtype) if known else value.astype(dtype)
             if value.shape not in ((), (B,)):
                 raise ValueError(f"{name} must be a scalar or have shape ({B},), got {value.shape}")
-            return jnp.broadcast_to(value, (B,))
+            return jnp.asarray((np if known else jnp).broadcast_to(value, (B,)))
 
         return Sampling(
             temperature=spread("temperature", jnp.float32),

@@ -1,8 +1,8 @@
 """CSA2: shared-latent attention over a window and selected compressed entries (spec 3).
 
-Three stages. `project` makes everything a row contributes or asks with; `remember` writes it to the
-cache, pooling groups that are complete; `attend` reads only from the cache. So a prefill chunk and a
-single token see the same memory.
+Three stages. `project` makes everything a row contributes or asks with; `remember` writes it to
+the cache, pooling groups that are complete; `attend` reads only from the cache. So a prefill
+chunk and a single token see the same memory.
 
 Letters: T rows, H heads, E head width, R rotated width, G output groups, K selected entries,
 N entries a slot can hold, D hidden.
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
     def remember(
         self, projected: Projected, rows: Rows, live, cache: Cache, role, config, numerics
     ) -> Cache:
-        """Write window KV and, in a key-value source, the entries that become complete (spec 3.5)."""
+        """Write window KV and, in a key-value source, the entries now complete (spec 3.5)."""
         window = write_ring(
             cache.window[role.index], rows.slot, rows.position, projected.window
         )
@@ -212,7 +212,7 @@ class Attention(nnx.Module):
         )
         o = rotate(o, position, frequencies(config, role.ratio > 0), inverse=True)
         o = einops.rearrange(o, "t (g h) e -> t g (h e)", g=config.o_groups)
-        if numerics.quantize_wo_a and numerics.quantize_activations:
+        if numerics.quantize_wo_a:
             o = fp8_blocks(o)
         wo_a = self.wo_a.values(numerics.activation)
         wo_a = einops.rearrange(wo_a, "(g r) d -> g r d", g=config.o_groups)

@@ -80,9 +80,11 @@ class Block(nnx.Module):
             The state after the layer, the choice in force, the cache, captured arrays.
         """
         wide, eps, tile = numerics.wide, config.rms_norm_eps, numerics.tile
-        seen = {}
         # Sharing keys within a group changes shapes with the number of rows.
         group = 1 if numerics.reproducible else rows.group
+
+        def run(function, *inputs):
+            return over_rows(function, *inputs, tile=tile, live=live)
 
         def read(state, position, image, hashed):
             streams, premix = state
@@ -93,66 +95,53 @@ class Block(nnx.Module):
             x = self.attn_norm(collapse(streams, premix), eps, wide)
             return streams, mix, self.attn.project(x, position, role, config, numerics)
 
-        def choose(index, slot, position, candidates):
-            choice, shown = self.attn.choose(
-                index, slot, position, candidates, cache, role, config, numerics, group
-            )
-            wanted = {k: v for k, v in shown.items() if _CHOICE_CAPTURES[k] in show}
-            return choice, wanted
-
-        def attend(queries, slot, position, selected):
-            return self.attn.attend(
-                queries, slot, position, selected, cache, role, config, numerics, group,
-                "weights" in show,
-            )  # fmt: skip
-
-        def write_back(streams, mix, output, image):
+        def answer(streams, mix, projected, choice, slot, position, image):
+            seen = {}
+            with jax.named_scope("attention"):
+                if projected.index is not None:
+                    choice, shown = self.attn.choose(
+                        projected.index, slot, position, choice.candidates, cache, role, config,
+                        numerics, group,
+                    )  # fmt: skip
+                    seen |= {k: v for k, v in shown.items() if _CHOICE_CAPTURES[k] in show}
+                output, weights = self.attn.attend(
+                    projected.queries, slot, position, choice.selected if role.ratio else None,
+                    cache, role, config, numerics, group, "weights" in show,
+                )  # fmt: skip
             streams = expand(streams, output, mix)
             after = self.mixes("ffn", streams, config, wide)
             x = self.ffn_norm(collapse(streams, mix.pre), eps, wide)
-            return streams, after, x, self.ffn.route(x, image, config, wide)
-
-        def run(function, *inputs):
-            return over_rows(function, *inputs, tile=tile, live=live)
+            with jax.named_scope("router"):
+                routed = self.ffn.route(x, image, config, wide)
+            with jax.named_scope("shared_expert"):
+                x, common = self.ffn.shared(x, config, numerics)
+            if "attention" in show:
+                seen["attn_out"] = output
+            if "weights" in show:
+                seen["attn_weights"] = weights
+            return streams, after, choice, x, common, routed, seen
 
         with jax.named_scope(f"layer_{role.index}"):
             streams, mix, projected = run(read, state, rows.position, rows.image, hashed)
-            if self.engram is not None and "engram" in show:
-                seen["engram_out"] = streams
-            with jax.named_scope("attention"):
-                cache = self.attn.remember(
-                    projected, rows, live, cache, role, config, numerics
-                )
-                if projected.index is not None:
-                    choice, shown = run(
-                        choose, projected.index, rows.slot, rows.position, choice.candidates
-                    )
-                    seen |= shown
-                selected = choice.selected if role.ratio else None
-                output, weights = run(
-                    attend, projected.queries, rows.slot, rows.position, selected
-                )
-            streams, after, x, (experts, share) = run(
-                write_back, streams, mix, output, rows.image
+            with jax.named_scope("remember"):
+                cache = self.attn.remember(projected, rows, live, cache, role, config, numerics)
+            seen = {"engram_out": streams} if self.engram and "engram" in show else {}
+            streams, after, choice, x, common, (experts, share), shown = run(
+                answer, streams, mix, projected, choice, rows.slot, rows.position, rows.image
             )
             with jax.named_scope("experts"):
-                y = self.ffn(x, experts, share, rows.valid, live, config, numerics)
+                y = self.ffn.combine(x, common, experts, share, rows.valid, config, numerics)
             result = Residual(run(expand, streams, y, after), after.pre)
 
-        captured = {
-            "attention": {"attn_out": output},
-            "weights": {"attn_weights": weights},
-            "ffn": {"ffn_out": y},
-            "router": {"router_idx": experts, "router_w": share},
-            "mixes": {
-                f"{half}_mix.{role.index}.{kind}": getattr(m, kind)
-                for half, m in (("attn", mix), ("ffn", after))
-                for kind in Mixes._fields
-            },
-        }
-        for kind, arrays in captured.items():
-            if kind in show:
-                seen |= arrays
+        seen |= shown
+        if "ffn" in show:
+            seen["ffn_out"] = y
+        if "router" in show:
+            seen |= {"router_idx": experts, "router_w": share}
+        if "mixes" in show:
+            for half, m in (("attn", mix), ("ffn", after)):
+                for kind, value in m._asdict().items():
+                    seen[f"{half}_mix.{role.index}.{kind}"] = value
         return result, choice, cache, seen
 
 

@@ -30,7 +30,7 @@ class _U64(NamedTuple):
 
 
 def _multiply(token: jax.Array, multiplier: int) -> _U64:
-    """token (uint32, below 2^32) times a constant below 2^63, modulo 2^64."""
+    """Product of a token (uint32) and a constant below 2^63, modulo 2^64."""
     mask = jnp.uint32(0xFFFF)
     limbs = [jnp.uint32((multiplier >> (16 * i)) & 0xFFFF) for i in range(4)]
     halves = (token & mask, token >> 16)
@@ -48,7 +48,7 @@ def _multiply(token: jax.Array, multiplier: int) -> _U64:
 
 
 def _remainder(value: _U64, prime: int) -> jax.Array:
-    """value modulo a prime below 2^24."""
+    """The value modulo a prime below 2^24."""
     prime = jnp.uint32(prime)
     rest = value.high % prime
     for shift in (24, 16, 8, 0):

@@ -14,7 +14,6 @@ from jax import lax
 from deepinfer_jax.config import Config
 from deepinfer_jax.model.linear import Linear, product
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.rows import over_rows
 from pallas_kernels.grouped_matmul import Experts, expert_mlp, routed_experts
 from pallas_kernels.quantize import fp8_blocks
 
@@ -90,38 +89,36 @@ class MixtureOfExperts(nnx.Module):
             wide=wide,
         )
 
-    def __call__(self, x, chosen, weight, valid, live, config: Config, numerics: Numerics):
+    def shared(self, x, config: Config, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+        """Row operation: the experts' common input and the shared expert's output, [T, D] each."""
+        quantize = numerics.quantize_activations
+        x = fp8_blocks(x) if quantize else x
+        weights = self.shared_experts.weights()
+        return x, expert_mlp(x, None, weights, limit=config.swiglu_limit, quantize=quantize)
+
+    def combine(self, x, common, chosen, weight, valid, config: Config, numerics: Numerics):
         """Routed plus shared experts, rounded once (spec 7.2).
 
         Args:
-            x: [T, D], normalised.
+            x: [T, D], from `shared`.
+            common: [T, D], from `shared`.
             chosen: int32 [T, K], ascending.
             weight: [T, K].
             valid: bool [T].
-            live: int32 [], rows up to the last valid one.
             config: the model's.
             numerics: the model's.
 
         Returns:
             [T, D].
         """
-        quantize = numerics.quantize_activations
-        limit = config.swiglu_limit
-
-        def shared(x):
-            x = fp8_blocks(x) if quantize else x
-            weights = self.shared_experts.weights()
-            return x, expert_mlp(x, None, weights, limit=limit, quantize=quantize)
-
-        x, common = over_rows(shared, x, tile=numerics.tile, live=live)
         routed = routed_experts(
             x,
             chosen,
             weight,
             valid,
             self.experts.weights(),
-            limit=limit,
-            quantize=quantize,
+            limit=config.swiglu_limit,
+            quantize=numerics.quantize_activations,
             tile=numerics.tile,
         )
         return (routed + common.astype(routed.dtype)).astype(numerics.activation)

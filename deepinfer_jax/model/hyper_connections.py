@@ -1,7 +1,8 @@
 """Manifold-constrained hyper-connections: how M residual streams are read and written (spec 6).
 
-A sublayer computes three sets of coefficients from the streams: `post` and `comb`, with which its own
-output is written back, and `pre`, with which the NEXT sublayer reads (the chain starts at stream 0).
+A sublayer computes three sets of coefficients from the streams: `post` and `comb`, with which its
+own output is written back, and `pre`, with which the NEXT sublayer reads (the chain starts at
+stream 0).
 
 Letters: T rows, M streams (m source, n destination), D hidden.
 """

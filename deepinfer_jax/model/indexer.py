@@ -58,7 +58,7 @@ class Indexer(nnx.Module):
         return IndexQuery(mxfp4_blocks(q) if numerics.quantize_cache else q, gains)
 
     def key(self, latent, position, frequency, config: Config, numerics: Numerics) -> jax.Array:
-        """Keys [T, C] of compressed latents [T, E], rotated at the first position of their group."""
+        """Keys [T, C] of compressed latents [T, E], rotated at their group's first position."""
         k = self.wk.plain(lax.stop_gradient(latent), numerics)
         k = self.k_norm(k, config.rms_norm_eps, numerics.wide)
         k = rotate(k, position, frequency)

@@ -15,7 +15,7 @@ from pallas_kernels.quantize import fp8_blocks
 
 
 def product(x: jax.Array, weight: jax.Array, wide) -> jax.Array:
-    """x [..., K] times weight [N, K], accumulated and returned in `wide` [..., N]."""
+    """Product of x [..., K] and weight [N, K], accumulated and returned in `wide` [..., N]."""
     if x.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         x, weight = x.astype(wide), weight.astype(wide)
     contract = (((x.ndim - 1,), (1,)), ((), ()))

@@ -7,7 +7,7 @@ from jax import lax
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, wide) -> jax.Array:
-    """x [..., D] divided by its root mean square, times weight [D]; result in x's dtype."""
+    """Divide x [..., D] by its root mean square, multiply by weight [D]; keeps x's dtype."""
     v = x.astype(wide)
     scale = lax.rsqrt(jnp.mean(jnp.square(v), axis=-1, keepdims=True) + eps)
     return (v * scale * weight.astype(wide)).astype(x.dtype)

@@ -108,6 +108,12 @@ def step(
             "use init_cache(..., storage='values')"
         )
     config, numerics = model.config, model.numerics
+    most = cache.window[0].shape[1] - config.sliding_window + 1
+    if rows.group > most:
+        raise ValueError(
+            f"step: a slot has {rows.group} rows in this call, but the cache was made with "
+            f"rows_per_slot={most}"
+        )
     total, tile = rows.tokens.shape[0], numerics.tile
     if tile is not None:
         padded = padded_total(total, tile)

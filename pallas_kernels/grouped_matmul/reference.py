@@ -150,7 +150,7 @@ def _tiles_forward(x, chosen, weight, valid, experts, limit, quantize, tile):
     first_tile = last_tile - tiles
 
     def body(i, results):
-        e = jnp.searchsorted(last_tile, i, side="right")
+        e = jnp.sum(last_tile <= i)  # the first expert whose tiles end behind this one
         place = first[e] + (i - first_tile[e]) * tile + jnp.arange(tile)
         pair = order[jnp.minimum(place, pairs - 1)]
         y = expert_mlp(

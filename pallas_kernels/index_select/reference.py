@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 
-
 def _bf16(x, on):
     return x.astype(jnp.bfloat16).astype(x.dtype) if on else x
 

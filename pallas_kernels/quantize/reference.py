@@ -1,8 +1,9 @@
-"""Quantise-dequantise along the last axis, the meaning of every cache and activation format (spec 5).
+"""Quantise-dequantise along the last axis: what cache and activation formats mean (spec 5).
 
-All arithmetic is float32 and exact but for the intended roundings: scales of `fp8` and `mxfp4` are
-powers of two, so dividing by them loses nothing. A last block that is not full is padded with zeros.
-The gradient is the identity (straight-through): rounding has no useful derivative of its own.
+All arithmetic is float32 and exact but for the intended roundings: scales of `fp8` and `mxfp4`
+are powers of two, so dividing by them loses nothing. A last block that is not full is padded with
+zeros. The gradient is the identity (straight-through): rounding has no useful derivative of its
+own.
 """
 
 import functools
@@ -71,7 +72,7 @@ def _nvfp4(blocks):
 
 @_straight_through
 def fp8_blocks(x: jax.Array) -> jax.Array:
-    """e4m3 codes with one power-of-two scale per 32 channels, and back (spec 5.2).
+    """Round trip through e4m3 codes with one power-of-two scale per 32 channels (spec 5.2).
 
     Args:
         x: [..., channels], float32 or bfloat16.
@@ -84,11 +85,11 @@ def fp8_blocks(x: jax.Array) -> jax.Array:
 
 @_straight_through
 def mxfp4_blocks(x: jax.Array) -> jax.Array:
-    """e2m1 codes with one power-of-two scale per 32 channels, and back (spec 5.3). As `fp8_blocks`."""
+    """Like `fp8_blocks` with e2m1 codes and one power-of-two scale per 32 channels (spec 5.3)."""
     return _by_blocks(_mxfp4, x, 32)
 
 
 @_straight_through
 def nvfp4_blocks(x: jax.Array) -> jax.Array:
-    """e2m1 codes with one e4m3 scale per 16 channels, and back (spec 5.4). As `fp8_blocks`."""
+    """Like `fp8_blocks` with e2m1 codes and one e4m3 scale per 16 channels (spec 5.4)."""
     return _by_blocks(_nvfp4, x, 16)

@@ -1,4 +1,4 @@
-"""Attention of every row over its window and its selected entries, one latent KV head (spec 3.9)."""
+"""Attention of every row over its window and its selected entries (spec 3.4, 3.9)."""
 
 from pallas_kernels.sparse_attention.reference import sparse_attention
 

@@ -1,7 +1,7 @@
 """Sparse attention in plain jnp, two ways with one meaning.
 
-Letters: T rows, G groups of R rows, H heads, E head width, W window, K selected entries, N entries a
-slot can hold, S attended vectors (W + K for a row on its own).
+Letters: T rows, G groups of R rows, H heads, E head width, W window, K selected entries, N
+entries a slot can hold, S attended vectors (W + K for a row on its own).
 """
 
 import functools
@@ -137,6 +137,11 @@ def _attend(parts, sink, rounded, wide):
     return output / total, [e / total for e in shares]
 
 
+def _silence(vectors, seen):
+    """Zeros for what nobody sees: a weight of zero times a leftover that is not a number is none."""
+    return jnp.where(seen[..., None], vectors, 0)
+
+
 def _gather(
     queries, slot, position, selected, window, entries, pages, sink, width, scale, rounded, weights
 ):
@@ -149,6 +154,7 @@ def _gather(
         address = entry_address(pages, here, selected, entries.shape[1])
         kv = jnp.concatenate([kv, entries[address]], axis=1)  # [T, S, E]
         valid = jnp.concatenate([valid, selected >= 0], axis=1)
+    kv = _silence(kv, valid)
     logits = _dot("the,tse->ths", queries, kv, wide) * scale
     one_row = (logits[:, None], valid[:, None, None], kv, "trhs,tse->trhe")
     output, (share,) = _attend([one_row], sink, rounded, wide)
@@ -158,9 +164,11 @@ def _gather(
 def _dense(
     queries, slot, position, selected, window, entries, pages, sink, width, scale, rounded, weights
 ):
-    """A group's rows against all of its entries, masked, and blocks of rows against the window they
-    share: nothing is gathered per row, so the gradient scatters next to nothing. Inputs are grouped,
-    [G, R, ...]; L rows make a block.
+    """Multiply by everything a group can see.
+
+    A group's rows meet all of its entries, masked, and blocks of rows against the window they
+    share: nothing is gathered per row, so the gradient scatters next to nothing. Inputs are
+    grouped, [G, R, ...]; L rows make a block.
     """
     wide = jnp.promote_types(queries.dtype, jnp.float32)
     G, R, H, _ = queries.shape
@@ -171,6 +179,7 @@ def _dense(
     kv = window[here[..., None], back % window.shape[1]]
     row = jnp.arange(block)[:, None]
     valid = (near >= row) & (near < row + width) & (back >= 0)[:, :, None]  # [G, R/L, L, W+L-1]
+    kv = _silence(kv, valid.any(axis=2))
     blocks = queries.reshape(G, R // block, block, H, -1)
     logits = _dot("gbrhe,gbse->gbrhs", blocks, kv, wide) * scale
     parts = [(logits, valid[:, :, :, None], kv, "gbrhs,gbse->gbrhe")]
@@ -180,6 +189,7 @@ def _dense(
         chosen = jnp.zeros((G, R, N), bool)
         index = (jnp.arange(G)[:, None, None], jnp.arange(R)[:, None])
         chosen = chosen.at[*index, jnp.where(selected < 0, N, selected)].set(True, mode="drop")
+        pool = _silence(pool, chosen.any(axis=1))
         logits = _dot("grhe,gse->grhs", queries, pool, wide) * scale
         shape = (G, R // block, block)
         logits, chosen = logits.reshape(*shape, H, N), chosen.reshape(*shape, 1, N)

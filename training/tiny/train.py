@@ -1,8 +1,8 @@
 """Trains the embedded checkpoint `tiny`: `python training/tiny/train.py` on one H200, ten minutes.
 
-The model is trained with the library's own `forward`, through every rounding point of the release,
-and with its weights rounded to the released formats in every step (straight-through), so that what is
-saved is what was trained. Three things are learned beside the next token:
+The model is trained with the library's own `forward`, through every rounding point of the
+release, and with its weights rounded to the released formats in every step (straight-through), so
+that what is saved is what was trained. Three things are learned beside the next token:
 
 - the indexer, by the divergence of its softmax from the attention mass over the selected entries;
   its inputs are stopped inside the model, so this moves nothing else. A first stage on short

@@ -1,0 +1,304 @@
+"""`LLM`: text in, text out, over `generate` and `stream`.
+
+What it adds to them: a tokenizer, batches, a progress bar, one `SamplingParams` for each prompt. A
+prompt is a document's beginning, so the begin-of-sentence token goes before it, as in training;
+what looks like a control token inside it is text. Widths are rounded up to powers of two, so that
+few shapes compile. In reproducible numerics a text depends neither on them nor on its batch.
+
+Letters: B sequences, S prompt width, N most new tokens, K stop ids.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from deepinfer_jax.decoding.generate import Finish, Generation, generate, stream
+from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
+from deepinfer_jax.loading import load, load_tokenizer
+from deepinfer_jax.model.transformer import Transformer
+from deepinfer_jax.numerics import Numerics
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_NARROWEST = 16
+# What a decoder writes for bytes that are no character, or not yet one.
+_BROKEN = "\ufffd"
+
+
+class Completion(NamedTuple):
+    """What was written for one prompt.
+
+    Attributes:
+        prompt: as it was given.
+        text: the new text, without the stop token.
+        token_ids: the new tokens, with the stop token.
+        logprobs: of each new token (see `sampling.choose`).
+        finish_reason: "stop" for an end-of-sequence or stop token, "length" for `max_tokens`, None
+            in a stream that goes on.
+        seed: the one used; giving it again gives the same text.
+    """
+
+    prompt: str | Sequence[int]
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    seed: int
+
+
+class _Request(NamedTuple):
+    index: int
+    prompt: str | Sequence[int]
+    ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class LLM:
+    """A model, its tokenizer, and what it takes to use them with strings.
+
+    Attributes:
+        model: the `Transformer`.
+        tokenizer: a `tokenizers.Tokenizer`.
+        max_batch: most sequences that are generated together.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Transformer,
+        tokenizer: "Tokenizer | None" = None,
+        numerics: Numerics | None = None,
+        *,
+        max_batch: int = 8,
+    ):
+        """Load what is not given.
+
+        Args:
+            model: a name or folder for `load`, or a loaded model.
+            tokenizer: None takes that of the folder.
+            numerics: rounding points; None takes those of the release, or of the loaded model.
+            max_batch: most sequences that are generated together.
+
+        Raises:
+            FileNotFoundError: no such folder or file.
+            ValueError: a bad checkpoint, or a loaded model without a tokenizer.
+        """
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        if isinstance(model, Transformer):
+            if tokenizer is None:
+                raise ValueError(
+                    "LLM: a loaded model does not know its tokenizer; give "
+                    "tokenizer=load_tokenizer(folder)"
+                )
+            self.model = model if numerics is None else model.with_numerics(numerics)
+        else:
+            self.model = load(model, numerics=numerics)
+        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        self.max_batch = max_batch
+        self._plain = _without_added_tokens(self.tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt: begin-of-sentence, then the text.
+
+        Control tokens written out in a text are text. To give control tokens, give ids.
+        """
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return [self.model.config.bos_token_id, *ids]
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continue prompts.
+
+        Args:
+            prompts: a string, or a list of strings and lists of token ids. Ids are taken as they
+                are: nothing goes before them.
+            params: for all prompts, or one for each. None: `SamplingParams()`. A seed of None is
+                drawn from the operating system, one for each prompt.
+            progress: show a bar on stderr.
+
+        Returns:
+            One completion for each prompt, in their order.
+
+        Raises:
+            TypeError: a prompt that is neither text nor token ids.
+            ValueError: a prompt that is empty or too long, an id outside the vocabulary, as many
+                params as prompts are needed.
+            FloatingPointError: the model's scores are not numbers.
+        """
+        from tqdm import tqdm
+
+        requests = self._requests([prompts] if isinstance(prompts, str) else prompts, params)
+        completions: dict[int, Completion] = {}
+        with tqdm(total=len(requests), unit=" prompts", disable=not progress) as bar:
+            for batch in self._batches(requests):
+                result = generate(self.model, **self._arguments(batch))
+                result = jax.tree.map(np.asarray, result)
+                for row, request in enumerate(batch):
+                    completions[request.index] = self._completion(request, result, row)
+                bar.update(len(batch))
+        return [completions[i] for i in range(len(requests))]
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, burst: int = 8
+    ) -> Iterator[Completion]:
+        """Continue one prompt, handing out what there is after every `burst` tokens.
+
+        Each text begins with the one before it: a character whose bytes are not all there is kept
+        back.
+
+        Args:
+            prompt: text, or token ids.
+            params: None: `SamplingParams()`.
+            burst: tokens between looks at the device.
+
+        Yields:
+            The completion so far; the last one has a `finish_reason`.
+
+        Raises:
+            TypeError: as for `generate`.
+            ValueError: as for `generate`.
+            FloatingPointError: the model's scores are not numbers.
+        """
+        batch = self._requests([prompt], params)
+        for result in stream(self.model, burst=burst, **self._arguments(batch)):
+            yield self._completion(batch[0], jax.tree.map(np.asarray, result), 0)
+
+    def _requests(self, prompts, params) -> list[_Request]:
+        params = SamplingParams() if params is None else params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"params must be one SamplingParams or one for each prompt, got {len(params)} for "
+                f"{len(prompts)} prompts"
+            )
+        return [self._request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+
+    def _request(self, index: int, prompt, params: SamplingParams) -> _Request:
+        if not isinstance(prompt, (str, Sequence, np.ndarray)):
+            raise TypeError(
+                f"prompt {index} must be a string or a list of token ids, got "
+                f"{type(prompt).__name__}"
+            )
+        if not len(prompt):
+            begin = self.model.config.bos_token_id
+            raise ValueError(
+                f"prompt {index} is empty; to write a document from nothing give the ids [{begin}]"
+            )
+        ids = self.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        room, vocabulary = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        if len(ids) + params.max_tokens > room:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens and asks for up to {params.max_tokens} "
+                f"more, beyond the model's max_position_embeddings = {room}"
+            )
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"prompt {index} has token id {token}, outside the vocabulary [0, {vocabulary})"
+                )
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        return _Request(index, prompt, ids, params, seed)
+
+    def _batches(self, requests: list[_Request]) -> Iterator[list[_Request]]:
+        """Requests of like length together, as many as fit."""
+        batch: list[_Request] = []
+        for request in sorted(requests, key=lambda r: len(r.ids)):
+            longest, most = _extent([*batch, request])
+            fits = longest + most <= self.model.config.max_position_embeddings
+            if batch and (len(batch) == self.max_batch or not fits):
+                yield batch
+                batch = []
+            batch.append(request)
+        if batch:
+            yield batch
+
+    def _arguments(self, batch: list[_Request]) -> dict[str, Any]:
+        """Arguments of the `generate` function, padded to a shape that many batches share."""
+        config = self.model.config
+        longest, most = _extent(batch)
+        width = min(_bucket(longest, _NARROWEST), config.max_position_embeddings - most)
+        capacity = min(_bucket(most, _NARROWEST), config.max_position_embeddings - width)
+        missing = min(_bucket(len(batch), 1), self.max_batch) - len(batch)
+        limits = [r.params.max_tokens for r in batch] + [1] * missing
+        rows = [*batch, *[batch[-1]] * missing]
+
+        tokens = np.full((len(rows), width), config.pad_token_id, np.int32)  # [B, S]
+        stops = [
+            [*r.params.stop_token_ids, *([] if r.params.ignore_eos else [config.eos_token_id])]
+            for r in rows
+        ]
+        stop_ids = np.full((len(rows), max(map(len, stops))), -1, np.int32)  # [B, K]
+        for row, request in enumerate(rows):
+            tokens[row, : len(request.ids)] = request.ids
+            stop_ids[row, : len(stops[row])] = stops[row]
+        return dict(
+            tokens=tokens,
+            lengths=np.array([len(r.ids) for r in rows], np.int32),
+            seeds=np.array([r.seed for r in rows], np.uint32),
+            max_new_tokens=capacity,
+            limits=np.array(limits, np.int32),
+            sampling=Sampling(
+                temperature=np.array([r.params.temperature for r in rows], np.float32),
+                top_p=np.array([r.params.top_p for r in rows], np.float32),
+                top_k=np.array([r.params.top_k for r in rows], np.int32),
+            ),
+            stop_ids=stop_ids,
+            ignore_eos=True,  # it is among each request's stop ids
+        )
+
+    def _completion(self, request: _Request, result: Generation, row: int) -> Completion:
+        count, finish = int(result.lengths[row]), int(result.finish[row])
+        if finish == Finish.INVALID:
+            raise FloatingPointError(
+                f"prompt {request.index}: after {count} new tokens the model's scores are not "
+                "numbers; look for NaN or infinity in its weights"
+            )
+        ids = result.tokens[row, :count].tolist()
+        stopped = finish == Finish.STOP
+        ended = stopped or count == request.params.max_tokens
+        text = self.tokenizer.decode(ids[:-1] if stopped else ids)
+        return Completion(
+            prompt=request.prompt,
+            text=text if ended else text.rstrip(_BROKEN),
+            token_ids=ids,
+            logprobs=result.logprobs[row, :count].tolist(),
+            finish_reason=("stop" if stopped else "length") if ended else None,
+            seed=request.seed,
+        )
+
+
+def _extent(batch: list[_Request]) -> tuple[int, int]:
+    """The longest prompt and the most new tokens."""
+    return max(len(r.ids) for r in batch), max(r.params.max_tokens for r in batch)
+
+
+def _bucket(n: int, least: int) -> int:
+    """The power of two from n up, at least `least`."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def _without_added_tokens(tokenizer: "Tokenizer") -> "Tokenizer":
+    """The same tokenizer, knowing no control tokens.
+
+    `Tokenizer.encode_special_tokens` would not do: it spares only tokens flagged as special, and in
+    the released file <think> or the turn marks are not.
+    """
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer(tokenizer.model)
+    plain.pre_tokenizer = tokenizer.pre_tokenizer
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    return plain
