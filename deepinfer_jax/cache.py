@@ -160,7 +160,7 @@ def bytes_per_slot(config: Config, rows_per_slot: int = 1) -> int:
 
 
 def write_ring(ring: jax.Array, slot, position, value) -> jax.Array:
-    """The ring [slots, n, ...] with `value` [T, ...] the rows' positions; absent rows write nothing."""
+    """The ring [slots, n, ...] with `value` [T, ...] at the rows' positions; -1 writes nothing."""
     slot = jnp.where(slot < 0, ring.shape[0], slot)
     return ring.at[slot, position % ring.shape[1]].set(value.astype(ring.dtype), mode="drop")
 

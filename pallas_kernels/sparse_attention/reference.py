@@ -138,7 +138,7 @@ def _attend(parts, sink, rounded, wide):
 
 
 def _silence(vectors, seen):
-    """Zeros for what nobody sees: a weight of zero times a leftover that is not a number is none."""
+    """Zeros for what nobody sees: a zero weight times a leftover that is not a number is none."""
     return jnp.where(seen[..., None], vectors, 0)
 
 
