@@ -26,7 +26,7 @@ from jax import lax
 FORMATS = ("fp8_32x32", "fp4_1x32", "fp8_1x32")
 
 _BLOCK = 32
-_FP8_MAX, _FP8_FLOOR = 448.0, 1e-4
+_FP8_MAX, _FP8_FLOOR = 448.0, 448 * 2.0**-120
 _FP4_MAX, _FP4_FLOOR = 6.0, 6 * 2.0**-126
 
 
@@ -119,8 +119,8 @@ def quantize(weight: jax.Array, format: str) -> QuantizedTensor:
     """Quantises a weight [..., O, I] to the nearest codes under the smallest safe block scales.
 
     The scale of a block is the smallest power of two that keeps its largest magnitude inside the
-    range of the codes (spec 5.2, 5.3); for fp8 that magnitude counts as 1e-4 at least. Weights
-    that came from `dequantize` keep their values, apart from fp8 blocks below 1e-4.
+    range of the codes (spec 5.2, 5.3, without the floor of 1e-4 that activations have). Weights
+    that came from `dequantize` keep their values.
 
     Args:
       weight: float array [..., O, I].

@@ -45,7 +45,7 @@ HOT = ("--temperature", "30", "--max-tokens", "16", "--seed", "3")
 def expected(checkpoint) -> str:
     """What `LLM` writes for the same request."""
     params = di.SamplingParams(temperature=30, top_p=0.95, max_tokens=16, seed=3)
-    (completion,) = di.LLM(checkpoint).generate("abc", params, progress=False)
+    *_, completion = di.LLM(checkpoint).stream("abc", params)
     assert len(completion.token_ids) == 16 and len(completion.text) > 8
     return completion.text
 

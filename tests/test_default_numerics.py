@@ -117,11 +117,10 @@ def test_the_seeds_cover_what_models_differ_in():
 
 @pytest.mark.parametrize("seed", MARKED)
 def test_float32_layers_equal_the_paper(seed, make):
+    """Without round trips: a code that lies on a boundary in float32 need not in float64."""
+    switches = {"dtype": "float32", "quantize_activations": False, "quantize_cache": False}
     config, expected, results, seen = compare(
-        seed,
-        make,
-        di.Numerics(dtype="float32", quantize_activations=False),
-        paper.Numerics(dtype="float32", quantize_activations=False),
+        seed, make, di.Numerics(**switches), paper.Numerics(**switches)
     )
     for i, (streams, premix) in enumerate(results, start=1):
         assert relative_error(streams, expected[f"streams.{i}"]) < 1e-5, i
@@ -134,6 +133,10 @@ def test_default_layers_equal_the_paper(seed, make):
     config, expected, results, seen = compare(seed, make, di.Numerics(), paper.Numerics())
     for i, (streams, premix) in enumerate(results, start=1):
         assert streams.dtype == jnp.bfloat16
-        assert relative_error(streams, expected[f"streams.{i}"]) < 2e-2, i
+        golden = expected[f"streams.{i}"]
+        assert relative_error(streams, golden) < 2e-2, i
         assert relative_error(premix, expected[f"premix.{i}"]) < 2e-2, i
+        # Where no sum fell the other way, nothing differs by more than a few last bits.
+        by_position = np.sqrt(np.mean((np.asarray(streams, float) - golden) ** 2, axis=(-1, -2)))
+        assert np.median(by_position) < 2e-3 * np.sqrt(np.mean(golden**2)), i
     check_selections(config, expected, seen, most_rows=0.1)

@@ -187,7 +187,8 @@ PATCHES = {
 # A program is compiled for each of these, in the case named by the shared list.
 QUICK = (
     "window one too wide", "window one too narrow", "expert clamp missing",
-    "one Sinkhorn iteration", "unshifted pre-mix", "post without its factor 2", "router bias in the weights",
+    "one Sinkhorn iteration", "unshifted pre-mix", "post without its factor 2",
+    "router bias in the weights",
     "half-split RoPE", "output not rotated back", "window not quantised",
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import CACHE
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
@@ -27,7 +28,8 @@ def test_outputs_are_stripped(path):
         assert cell.outputs == [] and cell.execution_count is None, cell.source
 
 
-def test_notebook_runs_and_shows_its_plots(path):
+def test_notebook_runs_and_shows_its_plots(path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # inherited by the kernel
     notebook = nbformat.read(path, as_version=4)
     plots = sum("plt.show()" in cell.source for cell in notebook.cells)
     NotebookClient(

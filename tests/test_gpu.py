@@ -1,0 +1,69 @@
+"""What must also hold on a GPU, with its larger row tiles. Run with `-m gpu` on such a machine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_files import case, relative_error
+
+import deepinfer_jax as di
+
+pytestmark = pytest.mark.gpu
+LENGTH, ROWS = 200, 160
+
+
+@pytest.fixture(autouse=True)
+def needs_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU")
+
+
+@pytest.mark.parametrize("name", ["flash_mini", "hier", "quantised"])
+def test_goldens_in_float32(name):
+    numerics = di.Numerics(dtype="float32", quantize_activations=False)
+    model, golden = di.load(case(name).folder, numerics=numerics), case(name).files["f32"]
+    lengths = case(name).real.sum(axis=1)
+    logits = np.asarray(di.forward(model, golden["input_ids"], lengths).logits)
+    assert relative_error(logits[case(name).real], golden["logits"][case(name).real]) < 1e-5
+
+
+@jax.jit
+def run(model, cache, tokens, slot, position):
+    rows = di.Rows(tokens, slot, position, jnp.zeros(tokens.shape, bool))
+    hidden, cache, _ = di.step(model, cache, rows)
+    return di.logits(model, hidden), cache
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_cut_gives_the_same_bits(dtype):
+    numerics = di.Numerics(dtype=dtype, reproducible=True)
+    model = di.load("tiny", numerics=numerics)
+    rng = np.random.default_rng(0)
+    text = rng.integers(3, 4000, LENGTH, dtype=np.int32)
+
+    def in_pieces(cut, slot):
+        cache = di.init_cache(model.config, 3, 256, ROWS, numerics=numerics)
+        logits, start = [], 0
+        for count in cut:
+            tokens, slots, position = np.zeros((3, ROWS), np.int32)
+            tokens[:count] = text[start : start + count]
+            slots[:] = -1
+            slots[:count] = slot
+            position[:count] = np.arange(start, start + count)
+            out, cache = run(model, cache, tokens, slots, position)
+            logits.append(np.asarray(out)[:count])
+            start += count
+        return np.concatenate(logits)
+
+    expected = in_pieces([150, 50], slot=1)
+    for slot in (0, 2):
+        ends = np.sort(rng.choice(np.arange(1, LENGTH), 6, replace=False))
+        cut = np.diff([0, *ends, LENGTH])
+        cut = [c for size in cut for c in ([size] if size <= ROWS else [ROWS, size - ROWS])]
+        np.testing.assert_array_equal(in_pieces(cut, slot), expected)
+    np.testing.assert_array_equal(in_pieces([1] * LENGTH, slot=1), expected)
+    fast = model.with_numerics(dataclasses.replace(numerics, reproducible=False))
+    error = relative_error(np.asarray(di.forward(fast, text[None]).logits)[0], expected)
+    assert error < (1e-5 if dtype == "float32" else 0.2)
