@@ -23,7 +23,10 @@ from deepinfer_jax.model import attention, block, experts, indexer, transformer
 from deepinfer_jax.model.transformer import Transformer
 from deepinfer_jax.trainable import named_parameters, with_parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*DeepSeek's engine would refuse it")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*DeepSeek's engine would refuse it"),
+    pytest.mark.filterwarnings("ignore:.*the last rows of the tables are never read"),
+]
 
 
 # --- Wrong versions of functions of the model -----------------------------------------------------

@@ -188,6 +188,7 @@ def _tiles_save(x, weight, experts, chosen, valid, limit, quantize, tile):
 
 def _tiles_pull(limit, quantize, tile, saved, cotangent):
     x, weight, experts, chosen, valid = saved
+    x, weight = (jnp.where(valid[:, None], a, 0) for a in (x, weight))  # 0 * NaN would not be 0
 
     def dense(x, weight, experts):
         return _dense(x, chosen, weight, experts, limit, quantize)

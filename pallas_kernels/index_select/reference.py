@@ -75,7 +75,8 @@ def index_scores(
             part = jnp.sum(_bf16(jax.nn.relu(d) * gains[..., None], rounded), axis=1)
             return lax.dynamic_update_slice_in_dim(scores, part, i * per_page, 1)
 
-        needed = (jnp.max(visible) + per_page - 1) // per_page
+        most = jnp.max(jnp.where(slot < 0, 0, visible))
+        needed = jnp.minimum((most + per_page - 1) // per_page, count)
         start = jnp.zeros((queries.shape[0], entries), wide)
         scores = lax.fori_loop(0, needed, add_page, start)
 

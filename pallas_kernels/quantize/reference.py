@@ -38,6 +38,11 @@ def _power_of_two_ceil(x):
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
 
 
+def _divide(a, b):
+    """a / b, rounded once: XLA would multiply by the rounded reciprocal of a broadcast divisor."""
+    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+
+
 def _by_blocks(round_trip, x, block):
     """Apply `round_trip` [..., n, block] float32 along the last axis of x."""
     width = x.shape[-1]
@@ -66,8 +71,10 @@ def _mxfp4(blocks):
 
 def _nvfp4(blocks):
     largest = _largest(blocks, 6 * 2.0**-9)
-    scale = _round_to_grid(jnp.minimum(largest / _E2M1_MAX, _E4M3_MAX), *_E4M3)
-    return _round_to_grid(jnp.clip(blocks / scale, -_E2M1_MAX, _E2M1_MAX), *_E2M1) * scale
+    scale = _divide(largest, jnp.float32(_E2M1_MAX))
+    scale = _round_to_grid(jnp.minimum(scale, _E4M3_MAX), *_E4M3)
+    codes = jnp.clip(_divide(blocks, scale), -_E2M1_MAX, _E2M1_MAX)
+    return _round_to_grid(codes, *_E2M1) * scale
 
 
 @_straight_through
