@@ -7,7 +7,7 @@
 VENV = .venv
 BIN = $(VENV)/bin
 OLDEST = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10
-PROMPT = def fibonacci(n):
+PROMPT = The Python interpreter
 
 .PHONY: setup demo lint test test-oldest
 
@@ -15,7 +15,8 @@ setup:
 	@scripts/setup.sh $(VENV)
 
 demo: setup
-	@$(BIN)/python -m deepinfer_jax.cli generate "$(PROMPT)"
+	@began=$$(date +%s); $(BIN)/python -m deepinfer_jax.cli generate "$(PROMPT)" --seed 3; \
+	code=$$?; echo "with imports $$(( $$(date +%s) - began )) s in all" >&2; exit $$code
 
 lint: setup
 	@$(BIN)/python -m ruff check .

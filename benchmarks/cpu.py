@@ -13,6 +13,7 @@ time: on a shared machine it is the steadier of the two.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -37,10 +38,13 @@ sys.path.append(str(ROOT / "tests"))
 import paper  # noqa: E402
 
 LENGTH = 1024
-PAPER_LENGTH = 320  # more entries than are selected, and seconds rather than minutes in float64
+COMPARED = 320  # more entries than are selected, yet seconds of float64
 PROMPT, NEW_TOKENS, SEQUENCES = 64, 64, (1, 8)
-# Two float32 sums in different orders; a cache value that lies between two codes may still flip.
-AGREEMENT = 1e-2
+# Without cache codes only the order of float32 sums is left.
+EXACT = 1e-4
+# With them, a code on an edge falls to either side with the order of a sum, and what reads it moves by
+# a percent or more: the peer differs that much from itself under another of its attention back ends.
+EDGES = 5e-2
 
 
 def miniature(dtype: str) -> di.Config:
@@ -135,27 +139,24 @@ def timed(call: Callable[[], Any]) -> tuple[Any, Sample]:
     return result, Sample(time.perf_counter() - wall, time.process_time() - processor)
 
 
-def relative_error(value: np.ndarray, reference: np.ndarray) -> float:
-    """|value - reference| / |reference| over all logits."""
-    return float(np.linalg.norm(value - reference) / np.linalg.norm(reference))
+def agree(name: str, value: np.ndarray, reference: np.ndarray, most: float) -> None:
+    """Print the relative errors of the first positions; stop if the median is above `most`."""
+    value, reference = value[0, :COMPARED], reference[0, :COMPARED]
+    apart = np.linalg.norm(value - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
+    middle = float(np.median(apart))
+    print(f"  {name}: median {middle:.1e}, worst {apart.max():.1e}")
+    if not middle <= most:
+        raise SystemExit(f"{name}: the median is above {most}; nothing is timed")
 
 
-def agree(name: str, value: np.ndarray, reference: np.ndarray, most: float = AGREEMENT) -> None:
-    """Print the relative error and stop if it is larger than `most`."""
-    error = relative_error(value, reference)
-    print(f"  {name}: relative error {error:.1e}")
-    if not error <= most:
-        raise SystemExit(
-            f"{name}: the relative error {error:.3g} is above {most}; nothing is timed"
-        )
-
-
-def paper_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+def paper_logits(folder: Path, tokens: np.ndarray, numerics: di.Numerics) -> np.ndarray:
     """The executable paper on the first positions, which no later token can change."""
     config = json.loads((folder / "config.json").read_text())
-    numerics = paper.Numerics(dtype="float32", quantize_activations=False)
+    switches = dataclasses.asdict(numerics)
+    del switches["reproducible"]
     weights = load_file(folder / "model.safetensors")
-    return paper.forward(config, weights, tokens[:, :PAPER_LENGTH], numerics=numerics)["logits"]
+    tokens = tokens[:, :COMPARED]
+    return paper.forward(config, weights, tokens, numerics=paper.Numerics(**switches))["logits"]
 
 
 def take_turns(
@@ -202,7 +203,7 @@ def forwards(python: str | None, rounds: int, random: np.random.Generator) -> No
     calls, compile_seconds, peer = {}, {}, None
     tokens = draw()
     with tempfile.TemporaryDirectory() as name:
-        print(f"checks of `forward` on 1 x {LENGTH} tokens")
+        print(f"relative errors of `forward` at the first {COMPARED} of {LENGTH} positions")
         for variant, (dtype, quantized, numerics) in variants.items():
             folder = Path(name) / variant.replace(" ", "-")
             testing.write_checkpoint(folder, miniature(dtype), quantized=quantized)
@@ -214,11 +215,17 @@ def forwards(python: str | None, rounds: int, random: np.random.Generator) -> No
             compile_seconds[variant] = first.wall
             calls[variant] = lambda x, model=model: timed(lambda: di.forward(model, x))[1]
             if dtype == "float32":
-                truth = paper_logits(folder, tokens)
-                agree("float32 against tests/paper.py", logits[:, :PAPER_LENGTH], truth)
+                plain = dataclasses.replace(numerics, quantize_cache=False)
+                value = np.asarray(di.forward(model.with_numerics(plain), tokens).logits)
+                truth = paper_logits(folder, tokens, plain)
+                agree("float32 and the paper, plain cache", value, truth, EXACT)
+                truth = paper_logits(folder, tokens, numerics)
+                agree("float32 and the paper", logits, truth, EDGES)
                 if python is not None:
                     peer = Peer(python, folder)
-                    agree(f"float32 against {peer.name}", logits, peer.forward(tokens)[0])
+                    theirs = peer.forward(tokens)[0]
+                    agree(f"{peer.name} and the paper", theirs, truth, EDGES)
+                    agree(f"float32 and {peer.name}", logits, theirs, EDGES)
         if peer is not None:
             calls[f"{peer.name}, float32"] = lambda x: peer.forward(x)[1]
         take_turns(calls, draw, 1)
