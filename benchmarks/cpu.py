@@ -42,8 +42,8 @@ COMPARED = 320  # more entries than are selected, yet seconds of float64
 PROMPT, NEW_TOKENS, SEQUENCES = 64, 64, (1, 8)
 # Without cache codes only the order of float32 sums is left.
 EXACT = 1e-4
-# With them, a code on an edge falls to either side with the order of a sum, and what reads it moves by
-# a percent or more: the peer differs that much from itself under another of its attention back ends.
+# With them, a code on an edge falls to either side with the order of a sum, and what reads it moves
+# by a percent or more: two attention back ends of the peer differ by 6 percent from each other.
 EDGES = 5e-2
 
 

@@ -39,7 +39,7 @@ def _power_of_two_ceil(x):
 
 
 def _divide(a, b):
-    """Divide with one rounding: XLA would multiply by the rounded reciprocal of a broadcast divisor."""
+    """Divide with one rounding: XLA would multiply by the reciprocal of a broadcast divisor."""
     return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
 
 
