@@ -100,12 +100,13 @@ def init_cache(
     Raises:
         ValueError: a count below one, an unknown storage, a page that a ratio does not divide.
     """
-    for name, value in (("slots", slots), ("capacity", capacity), ("rows_per_slot", rows_per_slot)):
+    page = default_page(config) if page is None else page
+    counts = {"slots": slots, "capacity": capacity, "rows_per_slot": rows_per_slot, "page": page}
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"init_cache: {name} must be at least 1, got {value}")
     if storage not in STORAGES:
         raise ValueError(f"init_cache: storage must be one of {STORAGES}, got {storage!r}")
-    page = default_page(config) if page is None else page
     for role in config.layers:
         if role.ratio and page % role.ratio:
             raise ValueError(

@@ -14,6 +14,8 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
+
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
 TEXT_MODEL_TYPE = "deepseek_v41_text"
@@ -390,6 +392,18 @@ def _check_engram(config: Any) -> None:
     for value in rows:
         _positive("engram_num_embeddings", value, 16)
     needed = engram_rows(config)
+    # The device hash takes remainders byte by byte in uint32, and rows are int32.
+    largest = int(_primes(config).max(initial=0))
+    _require(
+        largest < 2**24,
+        "engram_vocab_size",
+        config.engram_vocab_size,
+        f"leads to the prime {largest}; the hash needs primes below 2^24",
+        16,
+    )
+    _require(
+        all(n < 2**31 for n in rows), "engram_num_embeddings", rows, "must be below 2^31", 16
+    )
     _require(
         all(have >= need for have, need in zip(rows, needed, strict=True)),
         "engram_num_embeddings",
@@ -401,10 +415,14 @@ def _check_engram(config: Any) -> None:
 
 def engram_rows(config: Any) -> tuple[int, ...]:
     """Rows that the hash of each Engram layer can address: the sum of its primes (spec 8.2)."""
+    return tuple(int(total) for total in _primes(config).sum(axis=1))
+
+
+def _primes(config: Any) -> np.ndarray:
     # Imported here because the package `model` imports this module's user, `config`.
     from deepinfer_jax.model import engram_tables
 
-    return tuple(int(total) for total in engram_tables.primes(config).sum(axis=1))
+    return engram_tables.primes(config)
 
 
 def _check_drafter(config: Any) -> None:

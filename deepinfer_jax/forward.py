@@ -25,7 +25,8 @@ class Forward(NamedTuple):
     Attributes:
         logits: float32 [B, S, V]; row s scores the token at position s + 1. Rows past a sequence's
             length mean nothing.
-        captured: arrays by name, with leading axes [B, S] (see `deepinfer_jax.CAPTURES`).
+        captured: arrays by name, with leading axes [B, S], or [B] for stored entries (see
+            `deepinfer_jax.CAPTURES`).
     """
 
     logits: jax.Array
@@ -42,7 +43,8 @@ def forward(
 ) -> Forward:
     """Logits at every position.
 
-    Pure: works under `jax.jit`, and `jax.grad` with a model from `combine` (see `trainable`).
+    Pure: works under `jax.jit`, and `jax.grad` with a model from `combine` (see `trainable`; not in
+    reproducible numerics, whose loops have no reverse mode).
 
     Args:
         model: from `load` or `combine`.
@@ -61,9 +63,12 @@ def forward(
     tokens = inputs.token_batch(tokens, model.config)
     B, S = tokens.shape
     lengths = inputs.lengths_of(lengths, B, S)
+    capture = (capture,) if isinstance(capture, str) else capture
     unknown = sorted(set(capture) - set(CAPTURES))
     if unknown:
         raise ValueError(f"capture: unknown {unknown}; choose from {sorted(CAPTURES)}")
+    if embeddings is not None:
+        embeddings = jnp.asarray(embeddings)
     expected = (B, S, model.config.hidden_size)
     if embeddings is not None and np.shape(embeddings) != expected:
         raise ValueError(
@@ -73,6 +78,7 @@ def forward(
         image_mask = jnp.zeros((B, S), bool)
     elif np.shape(image_mask) != (B, S):
         raise ValueError(f"image_mask must have shape {[B, S]}, got {list(np.shape(image_mask))}")
+    image_mask = jnp.asarray(image_mask, bool)
     return _forward(model, tokens, lengths, embeddings, image_mask, frozenset(capture))
 
 

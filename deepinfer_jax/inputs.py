@@ -3,6 +3,7 @@
 Values are checked where they are known; under a caller's own `jax.jit` only shapes and dtypes are.
 """
 
+import operator
 from typing import Any
 
 import jax
@@ -14,11 +15,39 @@ from deepinfer_jax.config import Config
 
 def is_known(x: Any) -> bool:
     """Whether the values of x can be looked at now."""
-    return not isinstance(x, jax.core.Tracer)
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
-def _dtype(x: Any):
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+def whole_number(value: Any, name: str) -> int:
+    """A static count as an int.
+
+    Raises:
+        ValueError: not an integer, or below 1.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def integers(value: Any, name: str) -> np.ndarray:
+    """A known value as an array of integers; an empty list is one.
+
+    Raises:
+        ValueError: lists of different lengths, or anything but integers.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be rectangular: pad its rows to one width (for prompts give lengths=)"
+        ) from None
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    return array
 
 
 def _int32(x: Any) -> jax.Array:
@@ -32,7 +61,9 @@ def token_batch(tokens: Any, config: Config, name: str = "tokens") -> jax.Array:
     Raises:
         ValueError: not a two-dimensional array of integers, empty, or an id outside the vocabulary.
     """
-    shape, dtype = np.shape(tokens), _dtype(tokens)
+    if not hasattr(tokens, "dtype"):
+        tokens = integers(tokens, name)
+    shape, dtype = tokens.shape, tokens.dtype
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers of shape [batch, length], got {dtype} {list(shape)}"
@@ -63,11 +94,8 @@ def lengths_of(lengths: Any, batch: int, width: int) -> jax.Array:
         return jnp.full(batch, width, jnp.int32)
     if np.shape(lengths) != (batch,):
         raise ValueError(f"lengths must have shape [{batch}], got {list(np.shape(lengths))}")
-    dtype = _dtype(lengths)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"lengths must be integers, got {dtype}")
     if is_known(lengths):
-        values = np.asarray(lengths)
+        values = integers(lengths, "lengths")
         if values.min() < 1:
             raise ValueError(f"lengths must be at least 1 (an empty prompt has no last token), "
                              f"got {values.min()} for sequence {values.argmin()}")  # fmt: skip
@@ -88,6 +116,13 @@ def per_sequence(value: Any, batch: int, dtype, name: str) -> jax.Array:
         raise ValueError(
             f"{name} must be a scalar or have shape [{batch}], got {list(np.shape(value))}"
         )
+    if is_known(value) and jnp.issubdtype(dtype, jnp.integer):
+        known, span = integers(value, name), jnp.iinfo(dtype)
+        if known.min() < span.min or known.max() > span.max:
+            raise ValueError(
+                f"{name} must be between {span.min} and {span.max}, "
+                f"got {known.min()} to {known.max()}"
+            )
     if is_known(value):  # on the host, where no shape has to be compiled for
         value = np.broadcast_to(np.asarray(value, dtype), (batch,))
     return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))

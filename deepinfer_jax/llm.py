@@ -176,6 +176,11 @@ class LLM:
 
     def _requests(self, prompts, params) -> list[_Request]:
         params = SamplingParams() if params is None else params
+        if isinstance(params, (Sampling, dict)):
+            raise TypeError(
+                f"params must be SamplingParams or a list of them, got {type(params).__name__} "
+                "(Sampling is for the function generate)"
+            )
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):

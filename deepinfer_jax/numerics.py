@@ -47,6 +47,10 @@ class Numerics:
     def __post_init__(self):
         if self.dtype not in _DTYPES:
             raise ValueError(f"Numerics.dtype must be one of {_DTYPES}, got {self.dtype!r}")
+        if self.reproducible not in (None, True, False):
+            raise ValueError(
+                f"Numerics.reproducible must be None, True or False, got {self.reproducible!r}"
+            )
         if self.dtype == "float64" and (self.quantize_activations or self.quantize_cache):
             raise ValueError(
                 "Numerics(dtype='float64') is for gradient checks: set quantize_activations=False "

@@ -308,3 +308,33 @@ def test_numerics():
         di.Numerics(dtype="float16")
     with pytest.raises(ValueError, match="is for gradient checks: set quantize_activations=False"):
         di.Numerics(dtype="float64")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(seeds=[1.7, 2.2]), "seeds must be integers, got float64"),
+        (dict(seeds=-1), "seeds must be between 0 and 4294967295, got -1 to -1"),
+        (dict(limits=2.9), "limits must be integers, got float64"),
+        (dict(stop_ids=[1.9]), "stop_ids must be integers, got float64"),
+        (dict(max_new_tokens=4.0), "max_new_tokens must be an integer, got 4.0"),
+        (dict(capacity=99.5), "capacity must be an integer, got 99.5"),
+    ],
+)
+def test_counts_are_whole_numbers(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        di.generate(model(), [[1, 2], [3, 4]], **arguments)
+
+
+def test_the_two_ways_to_sample_are_told_apart():
+    with pytest.raises(TypeError, match="sampling must be a Sampling, got SamplingParams"):
+        di.generate(model(), [[1, 2], [3, 4]], sampling=di.SamplingParams())
+
+
+def test_a_cache_of_another_dtype_is_refused():
+    cache = di.init_cache(model().config, 2, 64, 2, numerics=di.Numerics(dtype="float32"))
+    rows = di.rectangle(jnp.ones((2, 2), jnp.int32), jnp.arange(2), jnp.zeros(2, jnp.int32),
+                        jnp.full(2, 2), jnp.zeros((2, 2), bool))  # fmt: skip
+    other = model().with_numerics(di.Numerics())
+    with pytest.raises(ValueError, match="holds float32 and the model computes in bfloat16"):
+        di.step(other, cache, rows)

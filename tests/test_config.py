@@ -353,3 +353,8 @@ def test_reading_a_file_that_is_not_there_or_not_json(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is not valid JSON"):
         Config.read(tmp_path)
+
+
+def test_engram_primes_must_fit_the_device_hash():
+    with pytest.raises(ValueError, match=r"engram_vocab_size = 20000000.*below 2\^24.*rule 16"):
+        tiny_config(engram_vocab_size=20_000_000)

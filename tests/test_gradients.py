@@ -10,6 +10,7 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax import testing
 from deepinfer_jax.model.engram_tables import token_map
+from deepinfer_jax.model.experts import route
 
 B, S = 2, 21
 # Weights that only decide which entries and experts are chosen.
@@ -197,3 +198,17 @@ def test_a_trained_model_goes_back_to_the_released_formats():
 
     assert abs(loss(before) - losses[0]) < 1e-3
     assert loss(di.forward(after, tokens).logits) < losses[0]
+
+
+@pytest.mark.parametrize("logit", [-80.0, -90.0, -104.0, -200.0])
+def test_experts_far_below_zero_have_finite_gradients(logit):
+    x = jnp.ones((3, 4), jnp.float32)
+    gate = jnp.linspace(-1, 1, 24, dtype=jnp.float32).reshape(6, 4).at[2].set(logit / 4)
+    bias, image = jnp.zeros(6), jnp.zeros(3, bool)
+
+    def total(gate):
+        weight = route(x, gate, bias, bias, image, top_k=2, scale=1.5, wide=jnp.float32)[1]
+        return weight[:, 0].sum()
+
+    gradient = np.asarray(jax.grad(total)(gate))
+    assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0

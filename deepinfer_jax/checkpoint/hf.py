@@ -2,8 +2,9 @@
 
 `open_checkpoint` reads only the headers, `Checkpoint.check` compares them with a configuration
 (every expected tensor once, nothing else, right shapes and formats) before any weight is read, and
-`Weights.take` then reads one weight at a time through a memory map. The most host memory in use is
-one weight: the stacked experts of a layer, or an Engram table. `save` writes the same format.
+`Weights.take` then reads one weight at a time through a memory map. The most host memory in use
+is about two weights: the stacked experts of a layer, or an Engram table. `save` writes the same
+format.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ from pallas_kernels.layouts import QuantizedTensor
 # few enough that a CPU's buffers stay in its caches when only one row of them is in use.
 _ROUND_ROWS = {"cpu": 64}
 _ROUND_ROWS_ACCELERATOR = 4096
+# Index scores of a round, rows times the capacity they are held for.
+_SCORES = 1 << 28
 # Stop ids are padded to a multiple of this, so that their number does not recompile.
 _STOP_WIDTH = 8
 
@@ -171,7 +173,8 @@ def generate(
         seeds: uint32 [B] or scalar, one stream of noise for each sequence. None: 0, 1, ...
         key: a JAX key from which seeds are derived, instead of `seeds`.
         max_new_tokens: N, static.
-        limits: int32 [B] or scalar, new tokens of each sequence, at most N. None: N.
+        limits: int32 [B] or scalar, new tokens of each sequence, 1 to N (clipped where the values
+            are not known yet). None: N.
         sampling: how tokens are chosen, scalars or [B] each. None: greedy.
         stop_ids: token ids that end a sequence, [K] for all or [B, K] (-1 for none).
         ignore_eos: do not stop at the end-of-sequence token.
@@ -225,9 +228,8 @@ def _prepare(
     tokens = inputs.token_batch(tokens, config)
     B, S = tokens.shape
     lengths = inputs.lengths_of(lengths, B, S)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    capacity = S + max_new_tokens if capacity is None else capacity
+    max_new_tokens = inputs.whole_number(max_new_tokens, "max_new_tokens")
+    capacity = inputs.whole_number(S + max_new_tokens if capacity is None else capacity, "capacity")
     if capacity < S + max_new_tokens:
         raise ValueError(
             f"capacity = {capacity} cannot hold prompts of {S} and {max_new_tokens} new tokens; "
@@ -239,6 +241,11 @@ def _prepare(
             f"the model's max_position_embeddings = {config.max_position_embeddings}"
         )
     sampling = Sampling(temperature=0.0) if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise TypeError(
+            f"sampling must be a Sampling, got {type(sampling).__name__} "
+            "(SamplingParams is for LLM; its row() is a Sampling)"
+        )
     sampling.validate()
     prompts = Prompts(
         tokens=tokens,
@@ -249,7 +256,8 @@ def _prepare(
         sampling=sampling.broadcast(B),
     )
     on_cpu = jax.default_backend() == "cpu"
-    width = max(1, min(S, (_ROUND_ROWS["cpu"] if on_cpu else _ROUND_ROWS_ACCELERATOR) // B))
+    rows = _ROUND_ROWS["cpu"] if on_cpu else min(_ROUND_ROWS_ACCELERATOR, _SCORES // capacity)
+    width = max(1, min(S, rows // B))
     model = model.with_numerics(model.numerics.resolve(reproducible=on_cpu))
     return model, prompts, Shape(max_new_tokens, capacity, width)
 
@@ -268,19 +276,20 @@ def _limit(limits, most: int, batch: int) -> jax.Array:
     if limits is None:
         return jnp.full(batch, most, jnp.int32)
     if inputs.is_known(limits):
+        inputs.integers(limits, "limits")
         values = np.asarray(limits)
         if values.min() < 1 or values.max() > most:
             raise ValueError(
                 f"limits must be between 1 and max_new_tokens = {most}, "
                 f"got {values.min()} to {values.max()}"
             )
-    return inputs.per_sequence(limits, batch, jnp.int32, "limits")
+    return jnp.clip(inputs.per_sequence(limits, batch, jnp.int32, "limits"), 1, most)
 
 
 def _stops(stop_ids, ignore_eos: bool, config: Config, batch: int) -> jax.Array:
     on_host = inputs.is_known(stop_ids)  # where no shape has to be compiled for
     if on_host:
-        stop_ids = np.asarray(stop_ids, np.int32)
+        stop_ids = inputs.integers(stop_ids, "stop_ids").astype(np.int32)
         if stop_ids.size and (stop_ids.min() < -1 or stop_ids.max() >= config.vocab_size):
             raise ValueError(
                 f"stop_ids must be token ids below {config.vocab_size} (or -1), "

@@ -27,6 +27,7 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, over_rows
 from pallas_kernels.index_select import candidate_blocks, index_scores, top_entries
 from pallas_kernels.quantize import fp8_blocks, nvfp4_blocks
+from pallas_kernels.rounding import round_to
 from pallas_kernels.sparse_attention import sparse_attention
 
 
@@ -222,8 +223,8 @@ class Attention(nnx.Module):
             wo_a,
             precision=lax.Precision.HIGHEST,
             preferred_element_type=numerics.wide,
-        ).astype(numerics.activation)
-        y = einops.rearrange(y, "t g r -> t (g r)")
+        )
+        y = einops.rearrange(round_to(y, numerics.activation), "t g r -> t (g r)")
         return self.wo_b.quantized(y, numerics), weights
 
 

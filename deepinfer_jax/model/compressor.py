@@ -14,6 +14,7 @@ from flax import nnx
 from deepinfer_jax.model.linear import Linear
 from deepinfer_jax.model.norms import RMSNorm
 from deepinfer_jax.numerics import Numerics
+from pallas_kernels.rounding import round_to
 
 
 def pool(parts: jax.Array) -> jax.Array:
@@ -48,5 +49,5 @@ class Compressor(nnx.Module):
     def latent(self, parts: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
         """The normalised latent [T, E] of ratio 1's [T, E] or of a group's [T, r, 2, E]."""
         if self.wgate is not None:
-            parts = pool(parts).astype(numerics.activation)
+            parts = round_to(pool(parts), numerics.activation)
         return self.norm(parts, eps, numerics.wide)

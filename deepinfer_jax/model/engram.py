@@ -20,6 +20,7 @@ from deepinfer_jax.model import engram_tables
 from deepinfer_jax.model.linear import Linear
 from deepinfer_jax.numerics import Numerics
 from pallas_kernels.layouts import QuantizedTensor
+from pallas_kernels.rounding import round_to
 
 DEAD = -1  # in the token history: inside an image span
 
@@ -163,4 +164,4 @@ class Engram(nnx.Module):
         dot = jnp.sum(h * weight * key, axis=-1) * inverse_rms(h) * inverse_rms(key) * D**-0.5
         strength = jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6)), dot)
         gate = jnp.where(image[:, None], 0, jax.nn.sigmoid(strength))
-        return (h + gate[..., None] * value[:, None]).astype(streams.dtype)
+        return round_to(h + gate[..., None] * value[:, None], streams.dtype)

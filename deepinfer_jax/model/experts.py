@@ -16,6 +16,7 @@ from deepinfer_jax.model.linear import Linear, product
 from deepinfer_jax.numerics import Numerics
 from pallas_kernels.grouped_matmul import Experts, expert_mlp, routed_experts
 from pallas_kernels.quantize import fp8_blocks
+from pallas_kernels.rounding import round_to
 
 _SOFTPLUS_LINEAR_ABOVE = 20.0
 
@@ -38,7 +39,9 @@ def route(x, gate, bias, bias_vl, image, *, top_k: int, scale: float, wide):
     """
     a = product(x, gate, wide)
     soft = jnp.log1p(jnp.exp(jnp.minimum(a, _SOFTPLUS_LINEAR_ABOVE)))
-    score = jnp.sqrt(jnp.where(a > _SOFTPLUS_LINEAR_ABOVE, a, soft))
+    soft = jnp.where(a > _SOFTPLUS_LINEAR_ABOVE, a, soft)
+    # Far below zero it underflows, and the square root has no derivative at 0.
+    score = jnp.sqrt(jnp.maximum(soft, jnp.finfo(wide).tiny))
     biased = lax.stop_gradient(score) + jnp.where(image[:, None], bias_vl, bias)
     chosen = jnp.sort(lax.top_k(biased, top_k)[1], axis=1)
     picked = jnp.take_along_axis(score, chosen, axis=1)
@@ -121,4 +124,4 @@ class MixtureOfExperts(nnx.Module):
             quantize=numerics.quantize_activations,
             tile=numerics.tile,
         )
-        return (routed + common.astype(routed.dtype)).astype(numerics.activation)
+        return round_to(routed + common.astype(routed.dtype), numerics.activation)

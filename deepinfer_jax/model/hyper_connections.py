@@ -16,6 +16,7 @@ from jax import lax
 
 from deepinfer_jax.config import Config
 from deepinfer_jax.model.linear import product
+from pallas_kernels.rounding import round_to
 
 
 class Mixes(NamedTuple):
@@ -91,7 +92,7 @@ def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     """sum_m pre[m] X[m], rounded once (spec 6.3): [T, M, D], [T, M] -> [T, D]."""
     wide = streams.astype(pre.dtype)
     terms = [pre[:, m, None] * wide[:, m] for m in range(streams.shape[1])]
-    return _in_order(terms).astype(streams.dtype)
+    return round_to(_in_order(terms), streams.dtype)
 
 
 def expand(streams: jax.Array, output: jax.Array, mix: Mixes) -> jax.Array:
@@ -99,4 +100,4 @@ def expand(streams: jax.Array, output: jax.Array, mix: Mixes) -> jax.Array:
     wide = streams.astype(mix.post.dtype)
     terms = [mix.post[:, :, None] * output.astype(wide.dtype)[:, None]]
     terms += [mix.comb[:, m, :, None] * wide[:, m, None] for m in range(streams.shape[1])]
-    return _in_order(terms).astype(streams.dtype)
+    return round_to(_in_order(terms), streams.dtype)

@@ -19,6 +19,7 @@ from deepinfer_jax.model.norms import RMSNorm
 from deepinfer_jax.model.rotary import rotate
 from deepinfer_jax.numerics import Numerics
 from pallas_kernels.quantize import mxfp4_blocks
+from pallas_kernels.rounding import round_to
 
 
 class IndexQuery(NamedTuple):
@@ -54,7 +55,7 @@ class Indexer(nnx.Module):
         q = rotate(q, position, frequency)
         scale = (config.index_head_dim * config.index_n_heads) ** -0.5
         gains = self.weights_proj.plain(x, numerics)
-        gains = (gains.astype(numerics.wide) * scale).astype(numerics.activation)
+        gains = round_to(gains.astype(numerics.wide) * scale, numerics.activation)
         return IndexQuery(mxfp4_blocks(q) if numerics.quantize_cache else q, gains)
 
     def key(self, latent, position, frequency, config: Config, numerics: Numerics) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 from deepinfer_jax.numerics import Numerics
 from pallas_kernels.layouts import QuantizedTensor
 from pallas_kernels.quantize import fp8_blocks
+from pallas_kernels.rounding import round_to
 
 
 def product(x: jax.Array, weight: jax.Array, wide) -> jax.Array:
@@ -44,7 +45,7 @@ class Linear(nnx.Module):
     def plain(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """`blinear` of spec 2.1: activation as it is, result rounded to the activation dtype."""
         y = product(x, self.values(numerics.activation), numerics.wide)
-        return y.astype(numerics.activation)
+        return round_to(y, numerics.activation)
 
     def quantized(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """`qlinear` of spec 2.1: activation through e4m3 first."""

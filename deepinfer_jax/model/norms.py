@@ -5,12 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from pallas_kernels.rounding import round_to
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, wide) -> jax.Array:
     """Divide x [..., D] by its root mean square, multiply by weight [D]; keeps x's dtype."""
     v = x.astype(wide)
     scale = lax.rsqrt(jnp.mean(jnp.square(v), axis=-1, keepdims=True) + eps)
-    return (v * scale * weight.astype(wide)).astype(x.dtype)
+    return round_to(v * scale * weight.astype(wide), x.dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.config import Config
+from pallas_kernels.rounding import round_to
 
 
 @functools.cache
@@ -64,4 +65,5 @@ def rotate(x: jax.Array, position: jax.Array, frequency: np.ndarray, *, inverse=
     pairs = turned.astype(wide).reshape(*turned.shape[:-1], tail // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return jnp.concatenate([keep, rotated.reshape(turned.shape).astype(x.dtype)], axis=-1)
+    rotated = round_to(rotated.reshape(turned.shape), x.dtype)
+    return jnp.concatenate([keep, rotated], axis=-1)

@@ -59,6 +59,8 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: Config, numerics: Numerics, take, token_map=None):
+        if config.engram_layer_ids and token_map is None:
+            raise ValueError("Transformer: a model with Engram needs token_map (spec 8.1)")
         take = Scope(take)
         self.config = config
         self.numerics = numerics
@@ -91,8 +93,8 @@ def step(
     Args:
         model: the weights.
         cache: what the rows' sequences left behind; made by `init_cache` with `rows_per_slot` at
-            least the number of rows a slot has here.
-        rows: T of them.
+            least the number of rows a slot has here (checked where `rows.group` says it).
+        rows: T of them. What lies beyond a slot's capacity is not kept.
         embeddings: [T, D], instead of the embedding of the tokens (which are still hashed).
         show: names of `CAPTURES`.
 
@@ -100,7 +102,8 @@ def step(
         The final normalised hidden state [T, D], the cache, captured arrays.
 
     Raises:
-        ValueError: packed storage, which this version can size but not compute with.
+        ValueError: a cache in packed storage (which this version can size but not compute with), of
+            another dtype or for fewer rows; an unknown capture.
     """
     if cache.storage != "values":
         raise ValueError(
@@ -108,6 +111,17 @@ def step(
             "use init_cache(..., storage='values')"
         )
     config, numerics = model.config, model.numerics
+    unknown = sorted(set(show) - set(CAPTURES))
+    if unknown:
+        raise ValueError(f"step: unknown captures {unknown}; choose from {sorted(CAPTURES)}")
+    held = cache.window[0].dtype
+    if held != numerics.activation:
+        raise ValueError(
+            f"step: the cache holds {held} and the model computes in {numerics.activation}; make "
+            "it with init_cache(..., numerics=model.numerics)"
+        )
+    if numerics.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError("step: dtype='float64' needs jax.config.update('jax_enable_x64', True)")
     most = cache.window[0].shape[1] - config.sliding_window + 1
     if rows.group > most:
         raise ValueError(

@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_kernels.layouts import QuantizedTensor
 from pallas_kernels.quantize import fp8_blocks
+from pallas_kernels.rounding import round_to
 
 # Up to this ratio of experts to choices, a device with cheap arithmetic and dear launches runs all.
 _DENSE_RATIO = 8
@@ -63,7 +64,7 @@ def expert_mlp(x, weight, experts: Experts, *, limit: float, quantize: bool) -> 
             precision=lax.Precision.HIGHEST,
             preferred_element_type=wide,
         )
-        return y.astype(x.dtype)
+        return round_to(y, x.dtype)
 
     gate = linear(x, experts.gate).astype(wide)
     up = linear(x, experts.up).astype(wide)
@@ -72,7 +73,7 @@ def expert_mlp(x, weight, experts: Experts, *, limit: float, quantize: bool) -> 
     hidden = gate * jax.nn.sigmoid(gate) * up
     if weight is not None:
         hidden = hidden * weight[:, None]
-    hidden = hidden.astype(x.dtype)
+    hidden = round_to(hidden, x.dtype)
     return linear(fp8_blocks(hidden) if quantize else hidden, experts.down)
 
 

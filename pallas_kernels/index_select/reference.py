@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.rounding import round_to
+
 
 def _bf16(x, on):
-    return x.astype(jnp.bfloat16).astype(x.dtype) if on else x
+    return round_to(x, jnp.bfloat16).astype(x.dtype) if on else x
 
 
 def _dot(equation, a, b, wide):

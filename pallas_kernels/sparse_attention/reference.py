@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged import entry_address
+from pallas_kernels.rounding import round_to
 
 # Gathered vectors are worked on in pieces of about this size, so that they stay in the cache of a
 # CPU core (measured: 16 rows of 256 x 128 float32) or in a fraction of an accelerator's memory.
@@ -132,8 +133,9 @@ def _attend(parts, sink, rounded, wide):
     total = total + jnp.exp(sink.astype(wide)[:, None] - top)
     output = 0
     for e, (_, _, values, equation) in zip(shares, parts, strict=True):
-        e = e.astype(jnp.bfloat16) if rounded else e
-        output = output + _dot(equation, e, values.astype(e.dtype), wide)
+        e = round_to(e, jnp.bfloat16) if rounded else e
+        both = jnp.promote_types(e.dtype, values.dtype)
+        output = output + _dot(equation, e.astype(both), values.astype(both), wide)
     return output / total, [e / total for e in shares]
 
 
@@ -158,7 +160,7 @@ def _gather(
     logits = _dot("the,tse->ths", queries, kv, wide) * scale
     one_row = (logits[:, None], valid[:, None, None], kv, "trhs,tse->trhe")
     output, (share,) = _attend([one_row], sink, rounded, wide)
-    return output[:, 0].astype(queries.dtype), (share[:, 0] if weights else None)
+    return round_to(output[:, 0], queries.dtype), (share[:, 0] if weights else None)
 
 
 def _dense(
@@ -195,7 +197,7 @@ def _dense(
         logits, chosen = logits.reshape(*shape, H, N), chosen.reshape(*shape, 1, N)
         parts += [(logits, chosen, pool, "gbrhs,gse->gbrhe")]
     output, shares = _attend(parts, sink, rounded, wide)
-    output = output.astype(queries.dtype).reshape(G * R, H, -1)
+    output = round_to(output, queries.dtype).reshape(G * R, H, -1)
     if not weights:
         return output, None
     column = (row + jnp.arange(width))[None, None, :, None]
