@@ -34,7 +34,8 @@ class Cache:
     """Arrays of `slots` sequences. V: float values, P: packed storage.
 
     Attributes:
-        window: per layer, V [slots, ring, E]; P uint8 [slots, ring, E + E/32].
+        window: per layer, then per drafter stage if the cache was made with `drafts`; V [slots,
+            ring, E]; P uint8 [slots, ring, E + E/32].
         entries: per key-value source, V [pages, page / ratio, E]; P uint8 [.., E/2 + E/16].
         keys: per key-value source, V [pages, page / ratio, C]; P uint8 [.., C/2 + C/32].
         parts: per key-value source, float32 [slots, ring, 2, E], or None for ratio 1.
@@ -83,6 +84,7 @@ def init_cache(
     numerics: Numerics | None = None,
     storage: str = "values",
     page: int | None = None,
+    drafts: bool = False,
 ) -> Cache:
     """An empty cache in which every slot owns its pages.
 
@@ -96,9 +98,11 @@ def init_cache(
         storage: "values" keeps floats (`forward`, training); "packed" has the released formats'
             bytes.
         page: tokens in a page, a multiple of every compression ratio. None picks one.
+        drafts: also keep what the drafter reads (spec 9.4).
 
     Raises:
-        ValueError: a count below one, an unknown storage, a page that a ratio does not divide.
+        ValueError: a count below one, an unknown storage, a page that a ratio does not divide,
+            drafts for a configuration without a drafter.
     """
     page = default_page(config) if page is None else page
     counts = {"slots": slots, "capacity": capacity, "rows_per_slot": rows_per_slot, "page": page}
@@ -113,6 +117,8 @@ def init_cache(
                 f"init_cache: page must be a multiple of every compression ratio, got page={page} "
                 f"with ratio {role.ratio} in layer {role.index}"
             )
+    if drafts and not config.draft_layers:
+        raise ValueError("init_cache: drafts=True, but the configuration has no drafter")
     numerics = numerics or Numerics()
     E, C = config.head_dim, config.index_head_dim
     sources = [config.layers[i] for i in config.kv_source_layer_ids]
@@ -126,9 +132,15 @@ def init_cache(
     def pool(role, width, group):
         return vectors((slots * per_slot, page // role.ratio), width, 4, group)
 
-    ring = config.sliding_window + rows_per_slot - 1
+    def ring(after):
+        return vectors((slots, config.sliding_window + after), E, 8, 32)
+
+    draft_ring = max(rows_per_slot - 1, config.dspark_block_size)
     return Cache(
-        window=tuple(vectors((slots, ring), E, 8, 32) for _ in config.layers),
+        window=tuple(
+            [ring(rows_per_slot - 1) for _ in config.layers]
+            + [ring(draft_ring) for _ in config.draft_layers if drafts]
+        ),
         entries=tuple(pool(role, E, 16) for role in sources),
         keys=tuple(pool(role, C, 32) for role in sources),
         parts=tuple(

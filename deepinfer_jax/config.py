@@ -47,13 +47,17 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRole:
-    """What one backbone layer does (spec 3.1, 3.8).
+    """What one layer or drafter stage does (spec 3.1, 3.8, 9.3).
 
     Attributes:
-      index: the layer's number.
+      index: the layer's number; the drafter's stages follow the backbone.
       ratio: tokens per compressed entry; 0 for a layer that sees only its window.
       mode: "window", "full" (compressor and indexer), "reindex" (indexer that reads the keys of its
-        source) or "reuse" (takes the selection of its index source).
+        source), "reuse" (takes the selection of its index source) or "draft" (a drafter stage: its
+        rows see their whole block and the window before it).
+      window: how many positions a row sees in the layer's ring, up to its own or, in a drafter
+        stage, up to the last of its block.
+      top_k: experts of a token.
       kv_source: layer whose compressed entries and index keys are read; None for "window".
       index_source: layer whose selection is used; None for "window".
       candidate_source: this layer publishes candidate blocks.
@@ -64,13 +68,15 @@ class LayerRole:
 
     index: int
     ratio: int
-    mode: Literal["window", "full", "reindex", "reuse"]
-    kv_source: int | None
-    index_source: int | None
-    candidate_source: bool
-    restricted: bool
-    engram: int | None
-    draft_target: bool
+    mode: Literal["window", "full", "reindex", "reuse", "draft"]
+    window: int
+    top_k: int
+    kv_source: int | None = None
+    index_source: int | None = None
+    candidate_source: bool = False
+    restricted: bool = False
+    engram: int | None = None
+    draft_target: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +242,22 @@ class Config:
         """The role of every backbone layer, in order (spec 3.1)."""
         return tuple(_role(self, index) for index in range(self.num_hidden_layers))
 
+    @cached_property
+    def draft_layers(self) -> tuple[LayerRole, ...]:
+        """The role of every drafter stage, in order (spec 9.3); empty if there is no drafter."""
+        if self.dspark_block_size == 0:
+            return ()
+        return tuple(
+            LayerRole(
+                index=self.num_hidden_layers + stage,
+                ratio=0,
+                mode="draft",
+                window=self.sliding_window + self.dspark_block_size,
+                top_k=self.dspark_num_experts_per_tok,
+            )
+            for stage in range(self.num_nextn_predict_layers)
+        )
+
 
 def _role(config: Config, index: int) -> LayerRole:
     ratio = config.compress_ratios[index]
@@ -252,6 +274,8 @@ def _role(config: Config, index: int) -> LayerRole:
         index=index,
         ratio=ratio,
         mode=mode,
+        window=config.sliding_window,
+        top_k=config.num_experts_per_tok,
         kv_source=kv_source,
         index_source=index_source,
         candidate_source=index == config.candidate_source_layer_id,

@@ -35,8 +35,9 @@ def load(path: str | Path, *, numerics: Numerics | None = None) -> Transformer:
     """A model from a folder with the released tensor names, or an embedded checkpoint.
 
     Names, shapes and dtypes are checked from the files' headers before any weight is read; then
-    tensors are read one by one. Quantised weights stay quantised. Tensors of the drafter and of the
-    vision tower are checked but not read: this version does not compute with them.
+    tensors are read one by one. Quantised weights stay quantised. A checkpoint without a drafter's
+    tensors gives a model without a drafter. Those of the vision tower are checked but not read:
+    this version does not compute with them.
 
     Args:
         path: "tiny", or a folder with config.json, safetensors files and (with Engram)
@@ -53,7 +54,9 @@ def load(path: str | Path, *, numerics: Numerics | None = None) -> Transformer:
     token_map = None
     if config.engram_layer_ids:
         token_map = engram_tables.checked_token_map(config, load_tokenizer(folder))
-    return Transformer(config, numerics or Numerics(), weights.take, token_map)
+    return Transformer(
+        config, numerics or Numerics(), weights.take, token_map, drafter="drafter" in weights.parts
+    )
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":

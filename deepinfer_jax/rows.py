@@ -19,7 +19,7 @@ from jax import lax
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "slot", "position", "image"],
+    data_fields=["tokens", "slot", "position", "image", "until"],
     meta_fields=["group"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Rows:
         image: bool [T], inside an image span.
         group: static; every aligned run of `group` rows belongs to one slot, has consecutive
             positions and starts with a valid row or holds none. Fast mode shares keys within it.
+        until: int32 [T], the last position that a row sees; None: its own. Rows of a draft block
+            see all of it.
     """
 
     tokens: jax.Array
@@ -41,6 +43,7 @@ class Rows:
     position: jax.Array
     image: jax.Array
     group: int = 1
+    until: jax.Array | None = None
 
     @property
     def valid(self) -> jax.Array:
@@ -50,18 +53,18 @@ class Rows:
     def pad(self, total: int) -> "Rows":
         """The same rows followed by invalid ones; the promise of groups is dropped."""
         missing = total - self.tokens.shape[0]
-        filled = {
-            name: jnp.pad(getattr(self, name), (0, missing), constant_values=value)
-            for name, value in (("tokens", 0), ("slot", -1), ("position", 0), ("image", False))
-        }
-        return Rows(**filled, group=1)
+        empty = Rows(0, -1, 0, False, until=None if self.until is None else 0)
+        return jax.tree.map(
+            lambda a, value: jnp.pad(a, (0, missing), constant_values=value), self._alone(), empty
+        )
 
     def compact(self) -> "Rows":
         """The same rows with the valid ones in front, in their order; groups are dropped."""
         order = jnp.argsort(~self.valid, stable=True)
-        return Rows(
-            self.tokens[order], self.slot[order], self.position[order], self.image[order], group=1
-        )
+        return jax.tree.map(lambda a: a[order], self._alone())
+
+    def _alone(self) -> "Rows":
+        return dataclasses.replace(self, group=1)
 
 
 def rectangle(tokens, slot, start, count, image) -> Rows:

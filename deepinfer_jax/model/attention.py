@@ -81,25 +81,26 @@ class Attention(nnx.Module):
         latent = self.q_norm(self.wq_a.quantized(x, numerics), eps, wide)
         q = self.wq_b.quantized(latent, numerics)
         q = einops.rearrange(q, "t (h e) -> t h e", h=config.num_attention_heads)
-        kv = self.kv_norm(self.wkv.quantized(x, numerics), eps, wide)
-        kv = rotate(kv, position, frequency)
         return Projected(
             queries=rotate(q, position, frequency),
-            window=fp8_blocks(kv) if numerics.quantize_cache else kv,
+            window=self.window_values(x, position, role, config, numerics),
             parts=self.compressor.parts(x, numerics) if self.compressor else None,
             index=self.indexer.query(x, latent, position, frequency, config, numerics)
             if self.indexer
             else None,
         )
 
+    def window_values(self, x, position, role, config, numerics) -> jax.Array:
+        """Row operation: what the layer's ring holds of a row, [T, D] to [T, E] (spec 3.2, 9.2)."""
+        kv = self.kv_norm(self.wkv.quantized(x, numerics), config.rms_norm_eps, numerics.wide)
+        kv = rotate(kv, position, frequencies(config, role.ratio > 0))
+        return fp8_blocks(kv) if numerics.quantize_cache else kv
+
     def remember(
         self, projected: Projected, rows: Rows, live, cache: Cache, role, config, numerics
     ) -> Cache:
         """Write window KV and, in a key-value source, the entries now complete (spec 3.5)."""
-        window = write_ring(
-            cache.window[role.index], rows.slot, rows.position, projected.window
-        )
-        cache = cache.replace(window=_put(cache.window, role.index, window))
+        cache = remember_window(cache, role, rows, projected.window)
         if self.compressor is None:
             return cache
 
@@ -182,10 +183,12 @@ class Attention(nnx.Module):
         return Choice(selected, candidates), shown | {"topk": selected}
 
     def attend(
-        self, queries, slot, position, selected, cache: Cache, role, config, numerics, group: int,
-        with_weights: bool,
+        self, queries, slot, position, until, selected, cache: Cache, role, config, numerics,
+        group: int, with_weights: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Row operation: attention core and output projections (spec 3.9, 3.10).
+
+        A row at `position` sees the ring up to position `until`.
 
         Returns:
             [T, D] and, if asked for, the attention weights [T, H, W + K].
@@ -203,8 +206,8 @@ class Attention(nnx.Module):
             cache.window[role.index],
             self.attn_sink.get_value(),
             slot,
-            position,
-            width=config.sliding_window,
+            until,
+            width=role.window,
             scale=config.head_dim**-0.5,
             rounded=numerics.rounds_probabilities,
             group=group,
@@ -226,6 +229,12 @@ class Attention(nnx.Module):
         )
         y = einops.rearrange(round_to(y, numerics.activation), "t g r -> t (g r)")
         return self.wo_b.quantized(y, numerics), weights
+
+
+def remember_window(cache: Cache, role: LayerRole, rows: Rows, values: jax.Array) -> Cache:
+    """The cache with `values` [T, E] in the ring of a layer or drafter stage."""
+    ring = write_ring(cache.window[role.index], rows.slot, rows.position, values)
+    return cache.replace(window=_put(cache.window, role.index, ring))
 
 
 def _put(items: tuple, index: int, value) -> tuple:

@@ -8,6 +8,7 @@ them the cache is written.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from deepinfer_jax.cache import Cache
@@ -15,7 +16,7 @@ from deepinfer_jax.config import Config, LayerRole
 from deepinfer_jax.model.attention import Attention, Choice
 from deepinfer_jax.model.engram import Engram
 from deepinfer_jax.model.experts import MixtureOfExperts
-from deepinfer_jax.model.hyper_connections import Mixes, collapse, expand, mixes
+from deepinfer_jax.model.hyper_connections import Mixes, collapse, expand, mixes, stream_mean
 from deepinfer_jax.model.norms import RMSNorm
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, over_rows
@@ -26,6 +27,13 @@ class Residual(NamedTuple):
 
     streams: jax.Array  # [T, M, D]
     premix: jax.Array  # [T, M] wide, how the next sublayer reads the streams
+
+
+def initial_state(embeddings: jax.Array, config: Config, numerics: Numerics) -> Residual:
+    """M equal streams, of which the first sublayer reads the first (spec 2.2): [T, D]."""
+    streams = jnp.repeat(embeddings.astype(numerics.activation)[:, None], config.hc_mult, axis=1)
+    first = jnp.zeros((streams.shape[0], config.hc_mult), numerics.wide).at[:, 0].set(1)
+    return Residual(streams, first)
 
 
 class Block(nnx.Module):
@@ -82,6 +90,8 @@ class Block(nnx.Module):
         wide, eps, tile = numerics.wide, config.rms_norm_eps, numerics.tile
         # Sharing keys within a group changes shapes with the number of rows.
         group = 1 if numerics.reproducible else rows.group
+        until = rows.position if rows.until is None else rows.until
+        asked = role.draft_target and "draft" in show
 
         def run(function, *inputs):
             return over_rows(function, *inputs, tile=tile, live=live)
@@ -93,9 +103,10 @@ class Block(nnx.Module):
                     streams = self.engram(streams, hashed, image, config, numerics)
             mix = self.mixes("attn", streams, config, wide)
             x = self.attn_norm(collapse(streams, premix), eps, wide)
-            return streams, mix, self.attn.project(x, position, role, config, numerics)
+            feature = stream_mean(streams, wide) if asked else None
+            return streams, mix, self.attn.project(x, position, role, config, numerics), feature
 
-        def answer(streams, mix, projected, choice, slot, position, image):
+        def answer(streams, mix, projected, choice, slot, position, until, image):
             seen = {}
             with jax.named_scope("attention"):
                 if projected.index is not None:
@@ -105,14 +116,15 @@ class Block(nnx.Module):
                     )  # fmt: skip
                     seen |= {k: v for k, v in shown.items() if _CHOICE_CAPTURES[k] in show}
                 output, weights = self.attn.attend(
-                    projected.queries, slot, position, choice.selected if role.ratio else None,
-                    cache, role, config, numerics, group, "weights" in show,
+                    projected.queries, slot, position, until,
+                    choice.selected if role.ratio else None, cache, role, config, numerics, group,
+                    "weights" in show,
                 )  # fmt: skip
             streams = expand(streams, output, mix)
             after = self.mixes("ffn", streams, config, wide)
             x = self.ffn_norm(collapse(streams, mix.pre), eps, wide)
             with jax.named_scope("router"):
-                routed = self.ffn.route(x, image, config, wide)
+                routed = self.ffn.route(x, image, role, config, wide)
             with jax.named_scope("shared_expert"):
                 x, common = self.ffn.shared(x, config, numerics)
             if "attention" in show:
@@ -122,18 +134,22 @@ class Block(nnx.Module):
             return streams, after, choice, x, common, routed, seen
 
         with jax.named_scope(f"layer_{role.index}"):
-            streams, mix, projected = run(read, state, rows.position, rows.image, hashed)
+            streams, mix, projected, feature = run(
+                read, state, rows.position, rows.image, hashed
+            )
             with jax.named_scope("remember"):
                 cache = self.attn.remember(projected, rows, live, cache, role, config, numerics)
             seen = {"engram_out": streams} if self.engram and "engram" in show else {}
             streams, after, choice, x, common, (experts, share), shown = run(
-                answer, streams, mix, projected, choice, rows.slot, rows.position, rows.image
+                answer, streams, mix, projected, choice, rows.slot, rows.position, until, rows.image
             )
             with jax.named_scope("experts"):
                 y = self.ffn.combine(x, common, experts, share, rows.valid, config, numerics)
             result = Residual(run(expand, streams, y, after), after.pre)
 
         seen |= shown
+        if asked:
+            seen["feature"] = feature
         if "ffn" in show:
             seen["ffn_out"] = y
         if "router" in show:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from deepinfer_jax.config import Config
+from deepinfer_jax.config import Config, LayerRole
 from deepinfer_jax.model.linear import Linear, product
 from deepinfer_jax.numerics import Numerics
 from pallas_kernels.grouped_matmul import Experts, expert_mlp, routed_experts
@@ -78,7 +78,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = ExpertWeights(take / "experts")
         self.shared_experts = ExpertWeights(take / "shared_experts")
 
-    def route(self, x, image, config: Config, wide):
+    def route(self, x, image, role: LayerRole, config: Config, wide):
         """See `route`."""
         g = self.gate
         return route(
@@ -87,7 +87,7 @@ class MixtureOfExperts(nnx.Module):
             g.bias.get_value(),
             g.bias_vl.get_value(),
             image,
-            top_k=config.num_experts_per_tok,
+            top_k=role.top_k,
             scale=config.routed_scaling_factor,
             wide=wide,
         )

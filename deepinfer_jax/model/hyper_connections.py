@@ -95,6 +95,12 @@ def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     return round_to(_in_order(terms), streams.dtype)
 
 
+def stream_mean(streams: jax.Array, wide) -> jax.Array:
+    """Mean over the streams, rounded once (spec 2.2 step 7b): [T, M, D] -> [T, D]."""
+    total = _in_order([streams[:, m].astype(wide) for m in range(streams.shape[1])])
+    return round_to(total / streams.shape[1], streams.dtype)
+
+
 def expand(streams: jax.Array, output: jax.Array, mix: Mixes) -> jax.Array:
     """post[n] out + sum_m comb[m, n] X[m], rounded once (spec 6.3): [T, M, D]."""
     wide = streams.astype(mix.post.dtype)

@@ -16,7 +16,8 @@ from flax import nnx
 from deepinfer_jax.cache import Cache, entries_in_order, write_ring
 from deepinfer_jax.config import Config
 from deepinfer_jax.model.attention import Choice
-from deepinfer_jax.model.block import Block, Residual
+from deepinfer_jax.model.block import Block, initial_state
+from deepinfer_jax.model.drafter import draft_stages, remember_context
 from deepinfer_jax.model.engram import DEAD, hash_rows, recent_tokens
 from deepinfer_jax.model.hyper_connections import collapse
 from deepinfer_jax.model.linear import Linear
@@ -37,6 +38,7 @@ CAPTURES = {
     "router": "router_idx.N, router_w.N [T, K]",
     "engram": "engram_hash [T, layers, columns], engram_out.N [T, M, D]",
     "hidden": "final_hidden [T, D], after the last norm",
+    "draft": "dspark.features [T, targets * D], dspark.main_hidden [T, D]: what the drafter reads",
 }
 
 
@@ -54,11 +56,14 @@ class Transformer(nnx.Module):
         config: shapes and constants.
         numerics: rounding points.
         embed, layers, norm, head: modules under their released names.
+        mtp: stages of the drafter (spec 9), or None.
         token_map: int32 [tokenizer length] compressed id of every token (spec 8.1), or None without
             Engram. Not a parameter.
     """
 
-    def __init__(self, config: Config, numerics: Numerics, take, token_map=None):
+    def __init__(
+        self, config: Config, numerics: Numerics, take, token_map=None, *, drafter: bool = True
+    ):
         if config.engram_layer_ids and token_map is None:
             raise ValueError("Transformer: a model with Engram needs token_map (spec 8.1)")
         take = Scope(take)
@@ -70,6 +75,8 @@ class Transformer(nnx.Module):
         )
         self.norm = RMSNorm(take / "norm")
         self.head = Linear(take / "head")
+        drafter = drafter and config.draft_layers
+        self.mtp = nnx.data(draft_stages(take / "mtp", config) if drafter else None)
         self.token_map = nnx.data(None if token_map is None else jnp.asarray(token_map, jnp.int32))
 
     def with_numerics(self, numerics: Numerics) -> "Transformer":
@@ -136,12 +143,14 @@ def step(
             embeddings = jnp.pad(embeddings, ((0, padded - total), (0, 0)))
     live = jnp.max(jnp.where(rows.valid, jnp.arange(1, rows.tokens.shape[0] + 1), 0))
     seen: dict[str, Any] = {}
+    drafts = len(cache.window) > config.num_hidden_layers
+    if model.mtp is None and (drafts or "draft" in show):
+        raise ValueError("step: the model has no drafter, so nothing can be kept or shown for it")
+    inside = show | {"draft"} if drafts else show
 
     if embeddings is None:
         embeddings = model.embed.weight.get_value()[rows.tokens]
-    streams = jnp.repeat(embeddings.astype(numerics.activation)[:, None], config.hc_mult, axis=1)
-    first = jnp.zeros((streams.shape[0], config.hc_mult), numerics.wide).at[:, 0].set(1)
-    state, choice = Residual(streams, first), Choice()
+    state, choice = initial_state(embeddings, config, numerics), Choice()
 
     hashed = None
     if config.engram_layer_ids:
@@ -159,12 +168,19 @@ def step(
             seen |= {f"streams.{role.index}": state.streams, f"premix.{role.index}": state.premix}
         mine = None if role.engram is None else hashed[:, role.engram]
         state, choice, cache, shown = layer(
-            state, choice, rows, live, cache, mine, role, config, numerics, show
+            state, choice, rows, live, cache, mine, role, config, numerics, inside
         )
         seen |= {k if "." in k else f"{k}.{role.index}": v for k, v in shown.items()}
     if "streams" in show:
         seen |= {f"streams.{len(model.layers)}": state.streams}
         seen |= {f"premix.{len(model.layers)}": state.premix}
+
+    if "draft" in inside:
+        features = [seen.pop(f"feature.{i}") for i in config.dspark_target_layer_ids]
+        features = jnp.concatenate(features, axis=1)
+        main, cache = remember_context(model, features, rows, live, cache)
+        if "draft" in show:
+            seen |= {"dspark.features": features, "dspark.main_hidden": main}
 
     def final(state):
         return model.norm(collapse(*state), config.rms_norm_eps, numerics.wide)
