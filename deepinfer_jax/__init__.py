@@ -4,6 +4,8 @@ from deepinfer_jax.cache import Cache, bytes_per_slot, bytes_per_token, init_cac
 from deepinfer_jax.config import Config
 from deepinfer_jax.decoding.generate import Finish, Generation, generate, stream
 from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
+from deepinfer_jax.decoding.schedule import StepTimes
+from deepinfer_jax.decoding.stats import Report, Stats
 from deepinfer_jax.forward import Forward, forward
 from deepinfer_jax.llm import LLM, Completion
 from deepinfer_jax.loading import load, load_tokenizer
@@ -25,9 +27,12 @@ __all__ = [
     "Generation",
     "LLM",
     "Numerics",
+    "Report",
     "Rows",
     "Sampling",
     "SamplingParams",
+    "Stats",
+    "StepTimes",
     "Transformer",
     "bytes_per_slot",
     "bytes_per_token",

@@ -18,18 +18,18 @@ def is_known(x: Any) -> bool:
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
-def whole_number(value: Any, name: str) -> int:
+def whole_number(value: Any, name: str, least: int = 1) -> int:
     """A static count as an int.
 
     Raises:
-        ValueError: not an integer, or below 1.
+        ValueError: not an integer, or below `least`.
     """
     try:
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
 
 

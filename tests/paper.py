@@ -5,8 +5,8 @@ one idea of the paper. There is no cache, no paging and no chunk. A query attend
 slots; here that is attention to every slot under a mask, which selects the same set.
 
 Arithmetic is float64. `Numerics.round` stands exactly where the spec rounds to the model's dtype;
-whatever the spec keeps in float32 stays in float64. The drafter (spec 9) and the vision tower
-(spec 10) are not here: image rows enter as `embeddings`.
+whatever the spec keeps in float32 stays in float64. The drafter (spec 9) is in paper_drafter.py;
+the vision tower (spec 10) is not here: image rows enter as `embeddings`.
 
 Letters: B sequences, S positions, D hidden, H heads, E head width, R rotary width, G output
 groups, O group rank, Q query rank, N compressed entries, K selected entries, I index heads,
@@ -348,20 +348,30 @@ def project_output(o, w, groups, numerics):
     return quantized_linear(rearrange(y, "b s g o -> b s (g o)"), w["wo_b.weight"], numerics)
 
 
+def queries(x, w, positions, f, c, numerics):
+    """Rotated queries [B, S, H, E] and the latent [B, S, Q] that they come from (spec 3.2)."""
+    qr = quantized_linear(x, w["wq_a.weight"], numerics)
+    qr = rms_norm(qr, w["q_norm.weight"], c["rms_norm_eps"], numerics)
+    q = quantized_linear(qr, w["wq_b.weight"], numerics)
+    q = rearrange(q, "b s (h e) -> b s h e", h=c["num_attention_heads"])
+    return rope(q, positions, f, numerics), qr
+
+
+def window_keys(x, w, positions, f, eps, numerics):
+    """What the window holds of x [B, S, D]: rotated keys, the values too, [B, S, E] (spec 3.2)."""
+    kv = quantized_linear(x, w["wkv.weight"], numerics)
+    kv = rope(rms_norm(kv, w["kv_norm.weight"], eps, numerics), positions, f, numerics)
+    return fp8(kv) if numerics.quantize_cache else kv
+
+
 def attention(x, w, i, memory, c, numerics):
     """Attention of layer i on its normalised input x [B, S, D]: (out, memory, captures)."""
     B, S, _ = x.shape
     ratio, eps, t = c["compress_ratios"][i], c["rms_norm_eps"], np.arange(S)
     f = frequencies(c, ratio)
 
-    qr = quantized_linear(x, w["wq_a.weight"], numerics)
-    qr = rms_norm(qr, w["q_norm.weight"], eps, numerics)  # [B, S, Q]
-    q = quantized_linear(qr, w["wq_b.weight"], numerics)
-    q = rope(rearrange(q, "b s (h e) -> b s h e", h=c["num_attention_heads"]), t, f, numerics)
-
-    kv = quantized_linear(x, w["wkv.weight"], numerics)
-    kv = rope(rms_norm(kv, w["kv_norm.weight"], eps, numerics), t, f, numerics)
-    slots = fp8(kv) if numerics.quantize_cache else kv  # [B, S, E]
+    q, qr = queries(x, w, t, f, c, numerics)
+    slots = window_keys(x, w, t, f, eps, numerics)
     mask = repeat(window_mask(S, c["sliding_window"]), "s n -> b s n", b=B)
 
     seen = {}

@@ -179,7 +179,7 @@ def test_stream():
 FORWARDS = {
     "unknown capture": (
         dict(capture=("streams", "stream")),
-        "capture: unknown ['stream']; choose from ['attention', 'engram', ",
+        "capture: unknown ['stream']; choose from ['attention', 'draft', ",
     ),
     "embeddings of another width": (
         dict(embeddings=np.zeros((B, S, 63), np.float32)),

@@ -3,19 +3,23 @@
 The loop's state holds, for every sequence, its text so far and how much of it has been run. A
 round runs the next known tokens of each sequence (a chunk of its prompt, or the token chosen
 last) and, where that reaches the end of the text, chooses one more. So prompts of different
-lengths, prefill and decoding are the same round, and taking tokens back would be setting a
-length; drafts have their place behind the known text.
+lengths, prefill and decoding are the same round.
+
+With a drafter a round begins with drafts for the sequences that wait for one token only. They stand
+behind the known text and are run with it; those that the model would have chosen stay, with one
+token more behind them. Taking back the others is to say how much of the text has been run.
 
 In reproducible numerics one loop does both, since row tiles that hold no rows cost nothing.
 Otherwise rows are computed whether they hold a token or not, so a loop of wide rounds runs while
-prompts last and a loop of one-row rounds after it.
+prompts last and a loop of narrow rounds after it.
 
-Letters: B sequences, S prompt width, N most new tokens, K stop ids, T rows of a round.
+Letters: B sequences, S prompt width, N most new tokens, n drafts, R = n + 1 rows with a choice, V
+vocabulary, T rows of a round.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -24,22 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax import inputs
 from deepinfer_jax.cache import Cache, init_cache
-from deepinfer_jax.config import Config
-from deepinfer_jax.decoding.sampling import Sampling, choose
+from deepinfer_jax.decoding.adjustments import Seen, adjust
+from deepinfer_jax.decoding.distribution import GREEDY_BELOW, draw, log_softmax, process, top
+from deepinfer_jax.decoding.drafting import Anchors, dspark
+from deepinfer_jax.decoding.request import Request, Shape, prepare
+from deepinfer_jax.decoding.sampling import Sampling
+from deepinfer_jax.decoding.schedule import StepTimes, allocate, small_capacity
+from deepinfer_jax.decoding.speculative import Proposal, Verdict, judge_rejection, judge_shared
+from deepinfer_jax.decoding.stats import Stats
 from deepinfer_jax.model.transformer import Transformer, logits, step
 from deepinfer_jax.rows import rectangle
 from pallas_kernels.layouts import QuantizedTensor
-
-# Rows of a round over all sequences while prompts last: enough to fill the device's matrix units,
-# few enough that a CPU's buffers stay in its caches when only one row of them is in use.
-_ROUND_ROWS = {"cpu": 64}
-_ROUND_ROWS_ACCELERATOR = 4096
-# Index scores of a round, rows times the capacity they are held for.
-_SCORES = 1 << 28
-# Stop ids are padded to a multiple of this, so that their number does not recompile.
-_STOP_WIDTH = 8
 
 
 class Finish(IntEnum):
@@ -47,31 +47,49 @@ class Finish(IntEnum):
 
     LENGTH = 0  # its limit, or the capacity of the call
     STOP = 1  # end of sequence or a stop id; that token is the last one returned
-    INVALID = 2  # the model gave scores that are not numbers; no token is returned for them
+    INVALID = 2  # no token can be chosen: scores that are not numbers, or everything banned
 
 
-class Stats(NamedTuple):
-    """Counters of a generation."""
+class Alternatives(NamedTuple):
+    """The most likely tokens at each place, best first."""
 
-    steps: jax.Array  # int32 [B], rounds that ended with a choice of this sequence
+    tokens: jax.Array  # int32 [B, N, top_logprobs], -1 where there is no further token
+    logprobs: jax.Array  # float32 [B, N, top_logprobs], -inf where there is no further token
 
 
 class Generation(NamedTuple):
-    """Result of `generate`.
+    """Result of `generate`; B is prompts times samples, the samples of a prompt side by side.
 
     Attributes:
         tokens: int32 [B, N]; the pad id behind a sequence's length.
         lengths: int32 [B], new tokens of each sequence, a stop token included.
-        logprobs: float32 [B, N], of the chosen tokens (see `sampling.choose`); 0 behind the length.
+        logprobs: float32 [B, N], of the chosen tokens by the model alone: before temperature,
+            penalties, biases and cuts. 0 behind the length.
+        processed_logprobs: float32 [B, N], in the distribution that tokens were drawn from, which
+            for greedy sequences is certain of one token.
+        top: the most likely tokens by the model alone, `top_logprobs` of them.
+        processed_top: the same of the distribution that tokens were drawn from.
         finish: int32 [B], a `Finish`.
-        stats: counters.
+        stats: counters; `stats.report()` sums them up.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     logprobs: jax.Array
+    processed_logprobs: jax.Array
+    top: Alternatives
+    processed_top: Alternatives
     finish: jax.Array
     stats: Stats
+
+
+class Scores(NamedTuple):
+    """What is reported of tokens, [B, N, ...] or, in a round, [B, R, ...]; see `Generation`."""
+
+    logprobs: jax.Array
+    processed_logprobs: jax.Array
+    top: Alternatives
+    processed_top: Alternatives
 
 
 @jax.tree_util.register_dataclass
@@ -80,66 +98,41 @@ class State:
     """What the loop carries.
 
     Attributes:
-        cache: everything before `position`.
-        text: int32 [B, S + N], prompt and new tokens of each sequence.
-        start: int32 [B], length of the prompt.
+        cache: everything before `position`, and perhaps drafts that were taken back.
+        text: int32 [B, S + N], prompt and new tokens of each sequence; what lies behind them means
+            nothing.
         count: int32 [B], new tokens.
         position: int32 [B], how much of the text has been run.
-        logprobs: float32 [B, N].
-        limit: int32 [B], how many new tokens there may be.
+        seen: tokens of the text, for penalties.
+        scores: of the new tokens.
         finish: int32 [B].
         running: bool [B].
-        steps: int32 [B].
-        seeds: uint32 [B].
-        stops: int32 [B, K], -1 for none.
-        sampling: parameters of each sequence.
+        survival: float32 [B, n], the last round's probabilities that drafts would become text.
+        stats: counters.
+        request: what was asked for.
     """
 
     cache: Cache
     text: jax.Array
-    start: jax.Array
     count: jax.Array
     position: jax.Array
-    logprobs: jax.Array
-    limit: jax.Array
+    seen: Seen
+    scores: Scores
     finish: jax.Array
     running: jax.Array
-    steps: jax.Array
-    seeds: jax.Array
-    stops: jax.Array
-    sampling: Sampling
+    survival: jax.Array
+    stats: Stats
+    request: Request
+
+    @property
+    def end(self) -> jax.Array:
+        """int32 [B], length of the known text."""
+        return self.request.lengths + self.count
 
     @property
     def ahead(self) -> jax.Array:
         """int32 [B], known tokens that have not been run."""
-        return self.start + self.count - self.position
-
-
-def _result(state: State, pad_id: int) -> Generation:
-    """What has been generated so far."""
-    new = jnp.arange(state.logprobs.shape[1])
-    tokens = jnp.take_along_axis(state.text, state.start[:, None] + new, axis=1)
-    tokens = jnp.where(new < state.count[:, None], tokens, pad_id)
-    return Generation(tokens, state.count, state.logprobs, state.finish, Stats(state.steps))
-
-
-class Prompts(NamedTuple):
-    """Checked arguments of a generation, as arrays."""
-
-    tokens: jax.Array  # int32 [B, S]
-    lengths: jax.Array  # int32 [B]
-    seeds: jax.Array  # uint32 [B]
-    limit: jax.Array  # int32 [B]
-    stops: jax.Array  # int32 [B, K]
-    sampling: Sampling  # [B] each
-
-
-class Shape(NamedTuple):
-    """What a generation compiles for, beside the arrays' shapes."""
-
-    max_new_tokens: int
-    capacity: int
-    width: int  # rows of a sequence in a round while its prompt lasts
+        return self.end - self.position
 
 
 def generate(
@@ -149,48 +142,71 @@ def generate(
     *,
     seeds: jax.Array | None = None,
     key: jax.Array | None = None,
+    n: int = 1,
     max_new_tokens: int = 64,
     limits: jax.Array | None = None,
+    min_new_tokens: jax.Array | int = 0,
     sampling: Sampling | None = None,
+    logit_bias: Mapping[int, float] | tuple[jax.Array, jax.Array] | None = None,
+    forced: jax.Array | None = None,
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | jax.Array = (),
     ignore_eos: bool = False,
+    top_logprobs: int = 0,
     capacity: int | None = None,
-    draft: None = None,
+    draft: str | None = None,
+    num_drafts: int | None = None,
+    coupling: str | None = None,
+    step_times: StepTimes | str | None = None,
 ) -> Generation:
     """Continue prompts.
 
-    Pure and jitted: compiles once for each shape of `tokens`, `max_new_tokens` and `capacity`,
-    and may be called inside a larger jitted program. Batch sequences here rather than with
-    `vmap`, which would select between whole caches every step.
+    Pure and jitted: compiles once for each shape and static argument, and may be called inside a
+    larger jitted program. Batch sequences here rather than with `vmap`, which would select between
+    whole caches every step.
 
-    The same seed gives the same tokens whatever else is in the batch, in reproducible numerics (the
-    default on CPU).
+    The same seed gives the same tokens whatever else is in the batch and however they are drafted,
+    in reproducible numerics (the default on CPU); only `coupling="rejection"` ties them to the
+    drafts.
 
     Args:
         model: from `load`.
-        tokens: int32 [B, S], prompts padded on the right.
-        lengths: int32 [B], tokens of each prompt. None: S.
-        seeds: uint32 [B] or scalar, one stream of noise for each sequence. None: 0, 1, ...
+        tokens: int32 [P, S], prompts padded on the right.
+        lengths: int32 [P], tokens of each prompt. None: S.
+        seeds: uint32 [P] or scalar, one stream of noise for each prompt. None: 0, 1, ...
         key: a JAX key from which seeds are derived, instead of `seeds`.
+        n: samples of each prompt, static; B = P n. They differ in their noise only, and the first
+            is what n=1 gives. Each runs the prompt for itself.
         max_new_tokens: N, static.
-        limits: int32 [B] or scalar, new tokens of each sequence, 1 to N (clipped where the values
+        limits: int32 [P] or scalar, new tokens of each sequence, 1 to N (clipped where the values
             are not known yet). None: N.
-        sampling: how tokens are chosen, scalars or [B] each. None: greedy.
-        stop_ids: token ids that end a sequence, [K] for all or [B, K] (-1 for none).
+        min_new_tokens: int32 [P] or scalar, how many tokens come before a stop id may.
+        sampling: how tokens are chosen, scalars or [P] each. None: greedy.
+        logit_bias: numbers that are added to scores, -inf to ban a token: a dict by token id for
+            all prompts, or ids ([K] or [P, K], -1 for none) and numbers of the same shape.
+        forced: token ids that new tokens must be, [F] for all or [P, F]; -1 leaves one free.
+        stop_ids: token ids that end a sequence, [K] for all or [P, K] (-1 for none).
         ignore_eos: do not stop at the end-of-sequence token.
+        top_logprobs: how many of the most likely tokens to report at each place, static.
         capacity: tokens that each sequence's cache can hold, static. None: S + N.
-        draft: drafts are not available in this version; only None.
+        draft: None, "fixed" (verify all drafts in every round) or "scheduled" (verify those that
+            pay, by the drafter's confidences and `step_times`), static.
+        num_drafts: n, most drafts of a sequence in a round, static. None: the drafter's block.
+        coupling: "shared" (None means it) or "rejection", static; see `decoding.speculative`.
+        step_times: what a round costs, for draft="scheduled": from `measure_step_times`, or the
+            path of a saved one. None: `StepTimes.assumed`.
 
     Raises:
-        ValueError: arguments of wrong shape or range, a prompt that is empty or does not fit.
+        ValueError: arguments of wrong shape or range, a prompt that is empty or does not fit,
+            drafts from a model without a drafter.
     """
-    if draft is not None:
-        raise ValueError(f"draft must be None in this version, got {draft!r}")
-    model, prompts, shape = _prepare(
-        model, tokens, lengths, seeds=seeds, key=key, max_new_tokens=max_new_tokens, limits=limits,
-        sampling=sampling, stop_ids=stop_ids, ignore_eos=ignore_eos, capacity=capacity,
+    model, request, shape = prepare(
+        model, tokens, lengths, seeds=seeds, key=key, n=n, max_new_tokens=max_new_tokens,
+        limits=limits, min_new_tokens=min_new_tokens, sampling=sampling, logit_bias=logit_bias,
+        forced=forced, stop_ids=stop_ids, ignore_eos=ignore_eos, top_logprobs=top_logprobs,
+        capacity=capacity, draft=draft, num_drafts=num_drafts, coupling=coupling,
+        step_times=step_times,
     )  # fmt: skip
-    return _generate(model, prompts, shape)
+    return _generate(model, request, shape)
 
 
 def stream(
@@ -201,8 +217,8 @@ def stream(
 
     Args:
         model: from `load`.
-        tokens: int32 [B, S].
-        lengths: int32 [B].
+        tokens: int32 [P, S].
+        lengths: int32 [P].
         burst: rounds between looks at the device; 1 is smoothest, 8 costs little.
         **arguments: of `generate`.
 
@@ -211,8 +227,8 @@ def stream(
     """
     if burst < 1:
         raise ValueError(f"burst must be at least 1, got {burst}")
-    model, prompts, shape = _prepare(model, tokens, lengths, **arguments)
-    model, state = _begin(model, prompts, shape)
+    model, request, shape = prepare(model, tokens, lengths, **arguments)
+    model, state = begin(model, request, shape)
     running = True
     while running:
         state, result = _advance(model, state, np.int32(burst), shape)
@@ -220,103 +236,16 @@ def stream(
         yield result
 
 
-def _prepare(
-    model: Transformer, tokens, lengths, *, seeds=None, key=None, max_new_tokens=64, limits=None,
-    sampling=None, stop_ids=(), ignore_eos=False, capacity=None,
-) -> tuple[Transformer, Prompts, Shape]:  # fmt: skip
-    config = model.config
-    tokens = inputs.token_batch(tokens, config)
-    B, S = tokens.shape
-    lengths = inputs.lengths_of(lengths, B, S)
-    max_new_tokens = inputs.whole_number(max_new_tokens, "max_new_tokens")
-    capacity = inputs.whole_number(S + max_new_tokens if capacity is None else capacity, "capacity")
-    if capacity < S + max_new_tokens:
-        raise ValueError(
-            f"capacity = {capacity} cannot hold prompts of {S} and {max_new_tokens} new tokens; "
-            f"it must be at least {S + max_new_tokens}"
-        )
-    if capacity > config.max_position_embeddings:
-        raise ValueError(
-            f"prompts of {S} and {max_new_tokens} new tokens need a capacity of {capacity}, beyond "
-            f"the model's max_position_embeddings = {config.max_position_embeddings}"
-        )
-    sampling = Sampling(temperature=0.0) if sampling is None else sampling
-    if not isinstance(sampling, Sampling):
-        raise TypeError(
-            f"sampling must be a Sampling, got {type(sampling).__name__} "
-            "(SamplingParams is for LLM; its row() is a Sampling)"
-        )
-    sampling.validate()
-    prompts = Prompts(
-        tokens=tokens,
-        lengths=lengths,
-        seeds=_seeds(seeds, key, B),
-        limit=_limit(limits, max_new_tokens, B),
-        stops=_stops(stop_ids, ignore_eos, config, B),
-        sampling=sampling.broadcast(B),
-    )
-    on_cpu = jax.default_backend() == "cpu"
-    rows = _ROUND_ROWS["cpu"] if on_cpu else min(_ROUND_ROWS_ACCELERATOR, _SCORES // capacity)
-    width = max(1, min(S, rows // B))
-    model = model.with_numerics(model.numerics.resolve(reproducible=on_cpu))
-    return model, prompts, Shape(max_new_tokens, capacity, width)
-
-
-def _seeds(seeds, key, batch: int) -> jax.Array:
-    if seeds is not None and key is not None:
-        raise ValueError("give seeds or key, not both")
-    if key is not None:
-        return jax.random.bits(key, (batch,), jnp.uint32)
-    if seeds is None:
-        return jnp.arange(batch, dtype=jnp.uint32)
-    return inputs.per_sequence(seeds, batch, jnp.uint32, "seeds")
-
-
-def _limit(limits, most: int, batch: int) -> jax.Array:
-    if limits is None:
-        return jnp.full(batch, most, jnp.int32)
-    if inputs.is_known(limits):
-        inputs.integers(limits, "limits")
-        values = np.asarray(limits)
-        if values.min() < 1 or values.max() > most:
-            raise ValueError(
-                f"limits must be between 1 and max_new_tokens = {most}, "
-                f"got {values.min()} to {values.max()}"
-            )
-    return jnp.clip(inputs.per_sequence(limits, batch, jnp.int32, "limits"), 1, most)
-
-
-def _stops(stop_ids, ignore_eos: bool, config: Config, batch: int) -> jax.Array:
-    on_host = inputs.is_known(stop_ids)  # where no shape has to be compiled for
-    if on_host:
-        stop_ids = inputs.integers(stop_ids, "stop_ids").astype(np.int32)
-        if stop_ids.size and (stop_ids.min() < -1 or stop_ids.max() >= config.vocab_size):
-            raise ValueError(
-                f"stop_ids must be token ids below {config.vocab_size} (or -1), "
-                f"got {stop_ids.min()} to {stop_ids.max()}"
-            )
-    array = np if on_host else jnp
-    if np.ndim(stop_ids) == 1:
-        stop_ids = array.broadcast_to(stop_ids, (batch, np.shape(stop_ids)[0]))
-    if np.ndim(stop_ids) != 2 or np.shape(stop_ids)[0] != batch:
-        raise ValueError(
-            f"stop_ids must have shape [K] or [{batch}, K], got {list(np.shape(stop_ids))}"
-        )
-    eos = np.full((batch, 1), -1 if ignore_eos else config.eos_token_id, np.int32)
-    stops = array.concatenate([eos, stop_ids.astype(np.int32)], axis=1)
-    missing = -stops.shape[1] % _STOP_WIDTH
-    return jnp.asarray(array.pad(stops, ((0, 0), (0, missing)), constant_values=-1))
-
-
 @functools.partial(jax.jit, static_argnames="shape")
-def _generate(model: Transformer, prompts: Prompts, shape: Shape) -> Generation:
-    state = _run(_unpacked(model), _initial(model, prompts, shape), shape, None)
+def _generate(model: Transformer, request: Request, shape: Shape) -> Generation:
+    state = _run(_unpacked(model), _initial(model, request, shape), shape, None)
     return _result(state, model.config.pad_token_id)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def _begin(model: Transformer, prompts: Prompts, shape: Shape) -> tuple[Transformer, State]:
-    return _unpacked(model), _initial(model, prompts, shape)
+def begin(model: Transformer, request: Request, shape: Shape) -> tuple[Transformer, State]:
+    """The model as rounds want it, and the state before the first."""
+    return _unpacked(model), _initial(model, request, shape)
 
 
 @functools.partial(jax.jit, static_argnames="shape", donate_argnames="state")
@@ -346,33 +275,53 @@ def _unpacked(model: Transformer) -> Transformer:
     return jax.tree.map(unpack, model, is_leaf=is_quantized)
 
 
-def _initial(model: Transformer, prompts: Prompts, shape: Shape) -> State:
-    B = prompts.tokens.shape[0]
-    N = shape.max_new_tokens
+def _initial(model: Transformer, request: Request, shape: Shape) -> State:
+    B = request.tokens.shape[0]
+    N, V = shape.max_new_tokens, model.config.vocab_size
     zeros = jnp.zeros(B, jnp.int32)
+
+    def alternatives():
+        return Alternatives(
+            jnp.full((B, N, shape.top), -1, jnp.int32), jnp.zeros((B, N, shape.top), jnp.float32)
+        )
+
     return State(
         cache=init_cache(
-            model.config, B, shape.capacity, shape.width, numerics=model.numerics
+            model.config, B, shape.capacity, shape.rows, numerics=model.numerics,
+            drafts=shape.drafts > 0,
         ),
-        text=jnp.pad(prompts.tokens, ((0, 0), (0, N))),
-        start=prompts.lengths,
+        text=jnp.pad(request.tokens, ((0, 0), (0, N))),
         count=zeros,
         position=zeros,
-        logprobs=jnp.zeros((B, N), jnp.float32),
-        limit=prompts.limit,
+        seen=Seen.of(request.tokens, request.lengths, V),
+        scores=Scores(
+            jnp.zeros((B, N), jnp.float32),
+            jnp.zeros((B, N), jnp.float32),
+            alternatives(),
+            alternatives(),
+        ),
         finish=zeros,
         running=jnp.ones(B, bool),
-        steps=zeros,
-        seeds=prompts.seeds,
-        stops=prompts.stops,
-        sampling=prompts.sampling,
+        survival=jnp.zeros((B, shape.drafts), jnp.float32),
+        stats=Stats.zeros(B, N, shape.drafts),
+        request=request,
+    )  # fmt: skip
+
+
+def _result(state: State, pad_id: int) -> Generation:
+    """What has been generated so far."""
+    new = jnp.arange(state.scores.logprobs.shape[1])
+    tokens = jnp.take_along_axis(state.text, state.request.lengths[:, None] + new, axis=1)
+    tokens = jnp.where(new < state.count[:, None], tokens, pad_id)
+    return Generation(
+        tokens, state.count, *state.scores, finish=state.finish, stats=state.stats
     )
 
 
 def _run(model: Transformer, state: State, shape: Shape, rounds: jax.Array | None) -> State:
     """Rounds until nothing runs, or until so many of them have chosen a token for some sequence."""
 
-    def loop(state, done, width, go_on):
+    def loop(state, done, width, drafts, go_on):
         def condition(carry):
             done, state = carry
             within = True if rounds is None else done < rounds
@@ -380,7 +329,7 @@ def _run(model: Transformer, state: State, shape: Shape, rounds: jax.Array | Non
 
         def body(carry):
             done, state = carry
-            after = _round(model, state, width)
+            after = one_round(model, state, shape, width, drafts)
             return done + (after.count > state.count).any(), after
 
         return lax.while_loop(condition, body, (done, state))
@@ -388,54 +337,214 @@ def _run(model: Transformer, state: State, shape: Shape, rounds: jax.Array | Non
     done = jnp.int32(0)
     if not model.numerics.reproducible and shape.width > 1:
         done, state = loop(
-            state, done, shape.width, lambda s: (s.running & (s.ahead > 1)).any()
+            state, done, shape.width, 0, lambda s: (s.running & (s.ahead > 1)).any()
         )
-        return loop(state, done, 1, lambda s: s.running.any())[1]
-    return loop(state, done, shape.width, lambda s: s.running.any())[1]
+        return loop(state, done, 1, shape.drafts, lambda s: s.running.any())[1]
+    return loop(state, done, shape.width, shape.drafts, lambda s: s.running.any())[1]
 
 
-def _round(model: Transformer, state: State, width: int) -> State:
-    """Run up to `width` known tokens of every running sequence; choose where they reach the end."""
-    B = state.position.shape[0]
-    slots = jnp.arange(B, dtype=jnp.int32)
-    taken = jnp.where(state.running, jnp.minimum(state.ahead, width), 0)
-    column = jnp.minimum(
-        state.position[:, None] + jnp.arange(width), state.text.shape[1] - 1
+def one_round(model: Transformer, state: State, shape: Shape, width: int, drafts: int) -> State:
+    """Draft, run the known text and the drafts, choose and keep.
+
+    Args:
+        model: the weights.
+        state: of B sequences.
+        shape: statics of the generation.
+        width: most known tokens of a sequence to run.
+        drafts: most drafts of a sequence; 0 or `shape.drafts`.
+    """
+    known = jnp.where(state.running, jnp.minimum(state.ahead, width), 0)
+    reached = state.running & (known == state.ahead)
+    cache, proposal, survival = state.cache, None, state.survival
+    quota = jnp.zeros_like(known)
+    text = state.text
+    if drafts:
+        cache, proposal, survival, quota = _draft(model, state, shape, known)
+        column = state.end[:, None] + jnp.arange(drafts)
+        text = _put(text, column, proposal.tokens, jnp.arange(drafts) < quota[:, None])
+    scheduled = drafts > 0 and state.request.times is not None
+    hidden, first, cache = _run_text(
+        model, cache, text, state.position, known + quota, max(width, drafts + 1),
+        small_capacity(known.shape[0], drafts) if scheduled else None,
+    )  # fmt: skip
+    row = jnp.arange(drafts + 1)
+    chooses = reached[:, None] & (row <= quota[:, None])  # [B, R]
+    index = jnp.clip(first[:, None] + known[:, None] - 1 + row, 0, hidden.shape[0] - 1)
+    scores = logits(model, hidden[index.reshape(-1)], chooses.reshape(-1))
+    verdict, reported = _choose(
+        scores.reshape(*index.shape, -1), state, shape, proposal, quota, state.position + known
     )
-    rows = rectangle(
-        jnp.take_along_axis(state.text, column, axis=1),
-        slots,
-        state.position,
-        taken,
-        jnp.zeros((B, width), bool),
-    )
-    if model.numerics.reproducible:
-        rows = rows.compact()
-    hidden, cache, _ = step(model, state.cache, rows)
-    last = jnp.zeros(B, jnp.int32).at[jnp.where(rows.valid, rows.slot, B)].max(
-        jnp.arange(rows.slot.shape[0], dtype=jnp.int32), mode="drop"
-    )
-    position = state.position + taken
-    token, logprob = choose(logits(model, hidden[last]), state.sampling, state.seeds, position)
 
-    reached = state.running & (taken == state.ahead)
-    valid = reached & (token >= 0)
-
-    def put(array, column, value):
-        return array.at[slots, jnp.where(valid, column, array.shape[1])].set(value, mode="drop")
-
-    count = state.count + valid
-    stopped = valid & (token[:, None] == state.stops).any(axis=1)
-    invalid = reached & ~valid
+    token = verdict.tokens
+    stops = state.request.adjustments.stops
+    stopping = (token[..., None] == stops[:, None]).any(axis=2)
+    room = state.count[:, None] + row < state.request.limit[:, None]
+    ends = stopping | (token < 0)
+    before = jnp.cumsum(jnp.pad(ends[:, :-1], ((0, 0), (1, 0))), axis=1) == 0
+    due = reached[:, None] & (row <= verdict.accepted[:, None]) & room & before
+    kept = due & (token >= 0)  # a prefix of each sequence's rows
+    new = kept.sum(axis=1, dtype=jnp.int32)
+    count = state.count + new
+    stopped, invalid = (kept & stopping).any(axis=1), (due & (token < 0)).any(axis=1)
     finish = jnp.where(stopped, Finish.STOP, jnp.where(invalid, Finish.INVALID, state.finish))
+
+    place = state.count[:, None] + row
+    stats = state.stats
+    confidence = jnp.zeros((known.shape[0], 0)) if proposal is None else proposal.acceptance
+    if drafts == shape.drafts:
+        stats = stats.add(reached, quota, verdict.accepted, new, confidence)
+    else:
+        stats = stats._replace(steps=stats.steps + reached)
+    number = jnp.broadcast_to(stats.steps[:, None], place.shape)
     return dataclasses.replace(
         state,
         cache=cache,
-        text=put(state.text, state.start + state.count, token),
+        text=_put(text, state.end[:, None] + row, token, kept),
         count=count,
-        position=position,
-        logprobs=put(state.logprobs, state.count, logprob),
+        # The last new token has been chosen and not run; those before it were drafts.
+        position=state.position + known + jnp.maximum(new - 1, 0),
+        seen=state.seen.add(token, kept),
+        scores=jax.tree.map(lambda a, b: _put(a, place, b, kept), state.scores, reported),
         finish=finish.astype(jnp.int32),
-        running=state.running & ~stopped & ~invalid & (count < state.limit),
-        steps=state.steps + reached,
+        running=state.running & ~stopped & ~invalid & (count < state.request.limit),
+        survival=survival,
+        stats=stats._replace(round_of=_put(stats.round_of, place, number, kept)),
     )
+
+
+def _put(array, column, values, valid):
+    """`array` [B, L, ...] with values [B, R, ...] at the columns int32 [B, R] that are valid."""
+    column = jnp.where(valid, column, array.shape[1])
+    return array.at[jnp.arange(array.shape[0])[:, None], column].set(values, mode="drop")
+
+
+def _draft(model: Transformer, state: State, shape: Shape, known: jax.Array):
+    """Drafts for the sequences of which one token is known, and how many of them to verify."""
+    request, n = state.request, shape.drafts
+    anchors = Anchors(
+        tokens=jnp.take_along_axis(state.text, state.position[:, None], axis=1)[:, 0],
+        position=state.position,
+        count=state.count,
+        ready=state.running & (state.ahead == 1),
+    )
+    proposal, cache = dspark(
+        model, state.cache, anchors, state.seen, request, n, shape.coupling
+    )
+    # The last token of a sequence needs no draft behind it.
+    useful = jnp.where(anchors.ready, jnp.minimum(request.limit - state.count - 1, n), 0)
+    there = (jnp.arange(n) < useful[:, None]) & (proposal.tokens >= 0)
+    there = jnp.cumprod(there, axis=1) > 0
+    survival = jnp.where(there, jnp.cumprod(proposal.acceptance, axis=1), 0)
+    if request.times is None:
+        return cache, proposal, survival, there.sum(axis=1, dtype=jnp.int32)
+    shared = shape.coupling == "shared"
+    reached = state.running & (known == state.ahead)
+    earlier = survival if shared else state.survival
+    quota = allocate(survival, earlier, reached, known.sum(), request.times)
+    return cache, proposal, survival, quota
+
+
+def _run_text(model, cache, text, start, count, width, capacity):
+    """Run `count` [B] tokens of each text [B, L] from `start` [B] on, at most `width` each.
+
+    Args:
+        model: the weights.
+        cache: of B slots.
+        text: int32 [B, L].
+        start: int32 [B].
+        count: int32 [B].
+        width: static.
+        capacity: rows of a smaller program that will do if there are no more; None: there is none.
+
+    Returns:
+        Hidden states [T, D], int32 [B] with the row of each sequence's first token, the cache.
+    """
+    (B,) = count.shape
+    column = jnp.minimum(start[:, None] + jnp.arange(width), text.shape[1] - 1)
+    rows = rectangle(
+        jnp.take_along_axis(text, column, axis=1),
+        jnp.arange(B, dtype=jnp.int32),
+        start,
+        count,
+        jnp.zeros((B, width), bool),
+    )
+    reproducible = model.numerics.reproducible
+    if not reproducible and capacity is None:
+        hidden, cache, _ = step(model, cache, rows)
+        return hidden, jnp.arange(B) * width, cache
+    rows = rows.compact()
+    first = jnp.cumsum(count) - count
+
+    def run(size):
+        def call(cache):
+            part = jax.tree.map(lambda a: a[:size], rows)
+            hidden, after, _ = step(model, cache, part)
+            return jnp.pad(hidden, ((0, B * width - size), (0, 0))), after
+
+        return call
+
+    if reproducible or capacity >= B * width:
+        hidden, cache = run(B * width)(cache)
+    else:
+        hidden, cache = lax.cond(count.sum() <= capacity, run(capacity), run(B * width), cache)
+    return hidden, first, cache
+
+
+def _choose(
+    scores: jax.Array,
+    state: State,
+    shape: Shape,
+    proposal: Proposal | None,
+    quota: jax.Array,
+    position: jax.Array,
+) -> tuple[Verdict, Scores]:
+    """Choose at every row, and judge the drafts.
+
+    Args:
+        scores: float32 [B, R, V], the model's.
+        state: before the round.
+        shape: statics.
+        proposal: drafts behind the rows.
+        quota: int32 [B], how many of them were run.
+        position: int32 [B], of the first row's choice.
+    """
+    request = state.request
+    B, R, V = scores.shape
+    drafts = jnp.zeros((B, 0), jnp.int32)
+    if proposal is not None:
+        drafts = jnp.where(jnp.arange(R - 1) < quota[:, None], proposal.tokens, -1)
+    adjusted = adjust(
+        scores, request.sampling, request.adjustments, state.seen, state.count, drafts
+    )
+    sampling, seeds, sample = jax.tree.map(
+        lambda a: jnp.repeat(a, R, axis=0), (request.sampling, request.seeds, request.sample)
+    )
+    positions = position[:, None] + jnp.arange(R)
+    raw = log_softmax(scores.reshape(B * R, V))
+    processed = process(adjusted.reshape(B * R, V), sampling)
+    choices = draw(
+        processed, sampling.temperature < GREEDY_BELOW, seeds, positions.reshape(-1), sample
+    ).reshape(B, R)
+    if proposal is None:
+        verdict = Verdict(choices, jnp.zeros(B, jnp.int32))
+    elif proposal.log_probs is None:
+        verdict = judge_shared(choices, drafts, quota)
+    else:
+        verdict = judge_rejection(
+            choices, processed.reshape(B, R, V), proposal, quota,
+            request.sampling.temperature < GREEDY_BELOW, request.seeds, positions, request.sample,
+        )  # fmt: skip
+
+    def of_token(log_probs):
+        index = jnp.maximum(verdict.tokens, 0).reshape(B * R, 1)
+        return jnp.take_along_axis(log_probs, index, axis=1).reshape(B, R)
+
+    def alternatives(log_probs):
+        if not shape.top:
+            return Alternatives(jnp.zeros((B, R, 0), jnp.int32), jnp.zeros((B, R, 0)))
+        return Alternatives(*(a.reshape(B, R, -1) for a in top(log_probs, shape.top)))
+
+    reported = Scores(
+        of_token(raw), of_token(processed), alternatives(raw), alternatives(processed)
+    )
+    return verdict, reported

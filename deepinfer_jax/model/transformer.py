@@ -196,12 +196,24 @@ def step(
     return hidden[:total], cache, seen
 
 
-def logits(model: Transformer, hidden: jax.Array) -> jax.Array:
-    """Scores of the next token: [T, D] -> [T, V], float32 (spec 2.2 step 10)."""
+def logits(
+    model: Transformer, hidden: jax.Array, wanted: jax.Array | None = None
+) -> jax.Array:
+    """Scores of the next token: [T, D] -> [T, V], float32 (spec 2.2 step 10).
+
+    Args:
+        model: the weights.
+        hidden: [T, D].
+        wanted: bool [T], rows whose scores will be used; those of others mean nothing, and in
+            reproducible numerics tiles of them cost nothing. None: all.
+    """
     numerics, tile = model.numerics, model.numerics.tile
     total = hidden.shape[0]
+    packs = tile is not None and wanted is not None
+    live = np.int32(total)
+    if packs:
+        order = jnp.argsort(~wanted, stable=True)
+        hidden, live = hidden[order], wanted.sum(dtype=jnp.int32)
     padded = jnp.pad(hidden, ((0, padded_total(total, tile) - total), (0, 0)))
-    result = over_rows(
-        lambda x: model.head.wide(x, numerics), padded, tile=tile, live=np.int32(total)
-    )
-    return result[:total]
+    result = over_rows(lambda x: model.head.wide(x, numerics), padded, tile=tile, live=live)
+    return result[jnp.argsort(order)] if packs else result[:total]

@@ -8,7 +8,8 @@ that what is saved is what was trained. Three things are learned beside the next
   its inputs are stopped inside the model, so this moves nothing else. A first stage on short
   sequences selects every entry, a second one on long sequences selects as the model will;
 - the router bias, moved by a fixed step towards an even load, not by gradients;
-- nothing for the drafter, whose tensors are written as they were initialised.
+- nothing for the drafter, whose tensors are written as they were initialised: train_drafter.py
+  trains them against the finished model.
 
 Reads build/train.npy (see tokenizer.py), writes a checkpoint in the released quantised format.
 """
@@ -38,6 +39,7 @@ from pallas_kernels import layouts
 
 HERE = Path(__file__).parent
 BIAS_STEP = 2e-3
+BIASES = ("bias", "bias_vl")
 WEIGHT_DECAY = 0.05
 WARM_UP = 0.04
 STEPS_BETWEEN_LOOKS = 10
@@ -117,7 +119,7 @@ def initial(path: str, spec: ParameterSpec, config: di.Config, rng: np.random.Ge
     name = path.rsplit(".", 1)[-1]
     if "norm" in path or name in ("q_weight", "k_weight"):
         return np.ones_like(noise)
-    if name in ("bias", "bias_vl"):
+    if name in BIASES:
         return np.zeros_like(noise)
     if name == "attn_sink":
         return np.zeros_like(noise)
@@ -188,6 +190,17 @@ def index_loss(config: di.Config, captured: dict[str, jax.Array]) -> jax.Array:
     return sum(terms) / len(terms)
 
 
+def load_of(chosen: jax.Array, experts: int) -> jax.Array:
+    """Share of the choices that each expert got, float32 [X]."""
+    return jnp.zeros(experts).at[chosen.reshape(-1)].add(1 / chosen.size)
+
+
+def balanced(params: dict, gate: str, load: jax.Array) -> dict:
+    """The weights with the biases of a gate moved by a fixed step towards an even load."""
+    move = BIAS_STEP * jnp.sign(1 / load.size - load)
+    return params | {f"{gate}.{bias}": params[f"{gate}.{bias}"] + move for bias in BIASES}
+
+
 def loss(params, rest, specs, tokens) -> tuple[jax.Array, Loss]:
     """Mean loss of tokens [B, S + 1]."""
     model = di.combine(rounded(params, specs), rest)
@@ -198,16 +211,13 @@ def loss(params, rest, specs, tokens) -> tuple[jax.Array, Loss]:
     token = optax.softmax_cross_entropy_with_integer_labels(out.logits, tokens[:, 1:]).mean()
     index = index_loss(config, out.captured)
     choices = [out.captured[f"router_idx.{role.index}"] for role in config.layers]
-    load = jnp.stack([
-        jnp.zeros(config.n_routed_experts).at[c.reshape(-1)].add(1 / c.size) for c in choices
-    ])  # fmt: skip
+    load = jnp.stack([load_of(chosen, config.n_routed_experts) for chosen in choices])
     return token + index, Loss(token, index, load)
 
 
 def make_step(config: di.Config, optimizer):
     """The jitted training step for this configuration."""
     specs = parameter_specs(config)
-    even = 1 / config.n_routed_experts
 
     def step(params, state, rest, tokens, rate):
         gradient_of = jax.value_and_grad(loss, has_aux=True)
@@ -215,9 +225,7 @@ def make_step(config: di.Config, optimizer):
         update, state = optimizer.update(gradient, state, params)
         params = {name: params[name] + rate * update[name] for name in params}
         for layer in range(config.num_hidden_layers):
-            for name in ("bias", "bias_vl"):
-                path = f"layers.{layer}.ffn.gate.{name}"
-                params[path] = params[path] + BIAS_STEP * jnp.sign(even - terms.load[layer])
+            params = balanced(params, f"layers.{layer}.ffn.gate", terms.load[layer])
         return params, state, terms
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -261,7 +269,8 @@ def train(config, tokens, seconds: float, peak: float, seed: int) -> di.Transfor
         return jnp.asarray(initial(path, specs[path], config, rng))
 
     token_map = engram_tables.checked_token_map(config, tokenizer)
-    params, rest = di.trainable(di.Transformer(config, di.Numerics(), take, token_map), jnp.float32)
+    model = di.Transformer(config, di.Numerics(), take, token_map, drafter=False)
+    params, rest = di.trainable(model, jnp.float32)
     optimizer = make_optimizer()
     state = optimizer.init(params)
     spent, done, seen, until = 0.0, 0, 0, 0.0

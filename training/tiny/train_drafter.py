@@ -1,0 +1,276 @@
+"""Trains the drafter of a checkpoint: `python training/tiny/train_drafter.py`, one H200, 7 minutes.
+
+The model is frozen and quantised as it is served; only the tensors `mtp.*` move, through every
+rounding point and in their released formats, as in train.py. Windows of text are run through the
+model once. Blocks are then drafted at random anchors of each window; a block sees the context keys
+of the positions before its anchor and itself, and its Markov head is fed the true tokens. The loss
+(spec 9.8) has three terms: cross-entropy of the true token, L1 distance between the drafter's and
+the model's probabilities, and cross-entropy of the confidence against the probability 1 - L1/2
+with which such a draft is accepted.
+
+Reads build/train.npy. The other tensors are written as they were read.
+
+Letters: B windows, S positions, A anchors, n rows of a block, L rows of all blocks, D hidden, E
+head width, V vocabulary, X experts.
+"""
+
+import argparse
+import functools
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from train import HERE, balanced, load_of, make_optimizer, rate_at, rounded
+
+import deepinfer_jax as di
+from deepinfer_jax.checkpoint.hf import save
+from deepinfer_jax.checkpoint.tensor_names import parameter_specs
+from deepinfer_jax.loading import folder_of
+from deepinfer_jax.model.drafter import DraftBlock, draft_block, markov_step, remember_context
+from deepinfer_jax.model.linear import as_array
+from deepinfer_jax.trainable import named_parameters, with_parameters
+
+TOKEN_WEIGHT, DISTANCE_WEIGHT = 0.1, 0.9
+STEPS_A_CALL = 10
+CALLS_BETWEEN_LINES = 10
+
+
+class Size(NamedTuple):
+    """A training step's."""
+
+    windows: int
+    length: int
+    anchors: int  # of a window
+
+
+class Loss(NamedTuple):
+    """Means of the terms and what the drafter did."""
+
+    token: jax.Array  # nats per token
+    distance: jax.Array  # L1 between the distributions
+    confidence: jax.Array  # nats per draft
+    accepted: jax.Array  # [n], probability by position, all earlier drafts being right
+    load: jax.Array  # [stages, X], share of the choices each expert got
+
+
+def context_keys(model: di.Transformer, features: jax.Array) -> list[jax.Array]:
+    """What each stage keeps of every position: features [B, S, targets * D] to [B, S, E]."""
+    config, (B, S, _) = model.config, features.shape
+    none = jnp.zeros((B, S), jnp.int32)
+    start = jnp.zeros(B, jnp.int32)
+    rows = di.rectangle(none, jnp.arange(B), start, jnp.full(B, S), none.astype(bool))
+    cache = di.init_cache(config, B, S, S, numerics=model.numerics, drafts=True)
+    features = einops.rearrange(features, "b s f -> (b s) f")
+    _, cache = remember_context(model, features, rows, jnp.int32(B * S), cache)
+    return [cache.window[role.index][:, :S] for role in config.draft_layers]
+
+
+def cache_of_blocks(model: di.Transformer, keys: list[jax.Array], anchors: jax.Array) -> di.Cache:
+    """A cache with a slot for each of the anchors [B, A], holding the keys before it."""
+    config, (B, A) = model.config, anchors.shape
+    cache = di.init_cache(config, B * A, 1, numerics=model.numerics, drafts=True)
+    window = list(cache.window)
+    for role, key in zip(config.draft_layers, keys, strict=True):
+        ring = window[role.index].shape[1]
+        last = anchors[..., None] - 1
+        held = last - (last - jnp.arange(ring)) % ring  # [B, A, ring], a position each
+        # Gathered as float32, because the gradients of all blocks that see a key are added there.
+        wide = key.astype(model.numerics.wide)
+        picked = wide[jnp.arange(B)[:, None, None], jnp.maximum(held, 0)]
+        window[role.index] = einops.rearrange(picked, "b a r e -> (b a) r e").astype(key.dtype)
+    return cache.replace(window=tuple(window))
+
+
+def draft(
+    model: di.Transformer, features: jax.Array, tokens: jax.Array, anchors: jax.Array
+) -> tuple[DraftBlock, jax.Array]:
+    """Blocks at anchors of windows.
+
+    Args:
+        model: with a drafter.
+        features: [B, S, targets * D], what the drafter reads.
+        tokens: int32 [B, S].
+        anchors: int32 [B, A], positions of the last known tokens.
+
+    Returns:
+        The blocks, B * A of them, and the experts' load [stages, X].
+    """
+    config = model.config
+    cache = cache_of_blocks(model, context_keys(model, features), anchors)
+    first = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1)
+    slots = jnp.arange(first.size)
+    show = frozenset({"router"})
+    block, _, seen = draft_block(model, cache, first, slots, anchors.reshape(-1), show=show)
+    chosen = [seen[f"router_idx.{role.index}"] for role in config.draft_layers]
+    return block, jnp.stack([load_of(c, config.dspark_n_routed_experts) for c in chosen])
+
+
+def objective(drafted, target, labels, confidence, decay: float) -> tuple[jax.Array, Loss]:
+    """The loss of drafts and its terms, the load left out (spec 9.8).
+
+    Args:
+        drafted: float32 [N, n, V], the drafter's scores of N blocks.
+        target: float32 [N, n, V], the model's.
+        labels: int32 [N, n], the tokens that came.
+        confidence: float32 [N, n], logits.
+        decay: weight of a draft relative to that of the one before it.
+    """
+    token = optax.softmax_cross_entropy_with_integer_labels(drafted, labels)
+    difference = jax.nn.softmax(drafted) - jax.nn.softmax(target)
+    distance = jnp.abs(difference).sum(axis=-1)
+    accepted = jax.lax.stop_gradient(1 - distance / 2)
+    surprise = optax.sigmoid_binary_cross_entropy(confidence, accepted)
+    weight = decay ** jnp.arange(labels.shape[1])
+    weight = weight / weight.mean()
+    token, distance, surprise = ((weight * x).mean() for x in (token, distance, surprise))
+    total = TOKEN_WEIGHT * token + DISTANCE_WEIGHT * distance + surprise
+    return total, Loss(token, distance, surprise, accepted.mean(axis=0), None)
+
+
+def loss(params, model, specs, features, target, tokens, anchors, decay) -> tuple[jax.Array, Loss]:
+    """Of the drafter's weights `params`: `objective` with the load.
+
+    Args:
+        params: float32 weights of the drafter by name.
+        model: all other weights.
+        specs: of the parameters.
+        features: [B, S, targets * D].
+        target: float32 [B, S, V], the model's scores.
+        tokens: int32 [B, S + 1].
+        anchors: int32 [B, A], at most S - n.
+        decay: see `objective`.
+    """
+    model = with_parameters(model, named_parameters(model) | rounded(params, specs))
+    n = model.config.dspark_block_size
+    block, load = draft(model, features, tokens, anchors)
+    place = anchors[..., None] + jnp.arange(n)  # [B, A, n]
+    window = jnp.arange(len(tokens))[:, None, None]
+
+    def rows(a):
+        return einops.rearrange(a, "c n ... -> (c n) ...")
+
+    previous = tokens[window, place].reshape(-1)
+    scores, confidence = markov_step(model, rows(block.hidden), rows(block.logits), previous)
+    total, terms = objective(
+        einops.rearrange(scores, "(c n) v -> c n v", n=n),
+        einops.rearrange(target[window, place], "b a n v -> (b a) n v"),
+        einops.rearrange(tokens[window, place + 1], "b a n -> (b a) n"),
+        einops.rearrange(confidence, "(c n) -> c n", n=n),
+        decay,
+    )
+    return total, terms._replace(load=load)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "decay"), donate_argnames=("params", "state"))
+def train_steps(params, state, model, corpus, key, rate, *, size: Size, decay: float):
+    """`STEPS_A_CALL` updates on random windows of the corpus, an array of token ids.
+
+    Returns:
+        The drafter's weights, the optimiser's state, the mean terms of the steps.
+    """
+    config = model.config
+    specs = parameter_specs(config)
+    optimizer = make_optimizer()
+
+    def step(carry, key):
+        params, state = carry
+        windows, places = jax.random.split(key)
+        S, n = size.length, config.dspark_block_size
+        start = jax.random.randint(windows, (size.windows, 1), 0, corpus.size - S)
+        tokens = corpus[start + jnp.arange(S + 1)].astype(jnp.int32)
+        anchors = jax.random.randint(places, (size.windows, size.anchors), 1, S - n + 1)
+        out = di.forward(model, tokens[:, :-1], capture=("draft",))
+        features = out.captured["dspark.features"]
+        gradient_of = jax.value_and_grad(loss, has_aux=True)
+        (_, terms), gradient = gradient_of(
+            params, model, specs, features, out.logits, tokens, anchors, decay
+        )
+        update, state = optimizer.update(gradient, state, params)
+        params = {name: params[name] + rate * update[name] for name in params}
+        for stage in range(config.num_nextn_predict_layers):
+            params = balanced(params, f"mtp.{stage}.ffn.gate", terms.load[stage])
+        return (params, state), terms
+
+    keys = jax.random.split(key, STEPS_A_CALL)
+    (params, state), terms = jax.lax.scan(step, (params, state), keys)
+    return params, state, jax.tree.map(lambda a: a.mean(axis=0), terms)
+
+
+def drafter_weights(model: di.Transformer) -> dict[str, jax.Array]:
+    """Float32 copies of the drafter's weights by name."""
+    weights = {n: w for n, w in named_parameters(model).items() if n.startswith("mtp.")}
+    return {n: jnp.array(as_array(w, jnp.float32), copy=True) for n, w in weights.items()}
+
+
+def train(
+    model: di.Transformer, corpus: np.ndarray, seconds: float, peak: float, seed: int, size: Size,
+    decay: float,
+) -> di.Transformer:  # fmt: skip
+    """The model with its drafter after so many seconds of training, compilation not counted."""
+    params = drafter_weights(model)
+    state = make_optimizer().init(params)
+    corpus = jnp.asarray(corpus)
+    keys = jax.random.key(seed)
+    options = dict(size=size, decay=decay)
+    params, state, terms = train_steps(params, state, model, corpus, keys, 0.0, **options)
+    jax.block_until_ready(params)
+    spent, calls = 0.0, 0
+    while spent < seconds:
+        began = time.perf_counter()
+        calls += 1
+        key, rate = jax.random.fold_in(keys, calls), rate_at(spent / seconds, peak)
+        params, state, terms = train_steps(params, state, model, corpus, key, rate, **options)
+        jax.block_until_ready(params)
+        spent += time.perf_counter() - began
+        if calls % CALLS_BETWEEN_LINES == 0 or spent >= seconds:
+            report(spent, calls * STEPS_A_CALL, terms)
+    return di.quantize(with_parameters(model, named_parameters(model) | params))
+
+
+def report(spent: float, steps: int, terms: Loss) -> None:
+    """One line about some steps."""
+    fullest = float(terms.load.max()) * terms.load.shape[1]
+    accepted = " ".join(f"{x:.3f}" for x in terms.accepted)
+    print(
+        f"{spent:.0f} s  step {steps}  token {float(terms.token):.4f}  "
+        f"L1 {float(terms.distance):.4f}  confidence {float(terms.confidence):.4f}  "
+        f"accepted {accepted}  fullest expert {fullest:.2f}x  {steps / spent:.1f} steps/s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Train and write the checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", default="tiny", help="whose drafter to train")
+    parser.add_argument("--data", type=Path, default=HERE / "build" / "train.npy")
+    parser.add_argument("--out", type=Path, default=HERE / "build" / "drafted")
+    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--windows", type=int, default=32, help="of text, in a step")
+    parser.add_argument("--length", type=int, default=512, help="of a window, in tokens")
+    parser.add_argument("--anchors", type=int, default=64, help="of a window")
+    parser.add_argument("--decay", type=float, default=1.0, help="weight of each draft by the last")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    size = Size(options.windows, options.length, options.anchors)
+    model = train(
+        di.load(options.checkpoint), np.load(options.data), options.seconds,
+        options.learning_rate, options.seed, size, options.decay,
+    )  # fmt: skip
+    save(options.out, model.config, named_parameters(model).__getitem__)
+    shutil.copy(folder_of(options.checkpoint) / "tokenizer.json", options.out)
+    total = sum(f.stat().st_size for f in options.out.iterdir())
+    print(json.dumps({"seconds": round(time.perf_counter() - began), "bytes": total}))
+
+
+if __name__ == "__main__":
+    main()
