@@ -2,7 +2,9 @@
 
 from deepinfer_jax.cache import Cache, bytes_per_slot, bytes_per_token, init_cache
 from deepinfer_jax.config import Config
-from deepinfer_jax.decoding.generate import Finish, Generation, generate, stream
+from deepinfer_jax.decoding.generate import Generation, generate, stream
+from deepinfer_jax.decoding.loop import Finish
+from deepinfer_jax.decoding.measuring import measure_step_times
 from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
 from deepinfer_jax.decoding.schedule import StepTimes
 from deepinfer_jax.decoding.stats import Report, Stats
@@ -43,6 +45,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "logits",
+    "measure_step_times",
     "parameter_counts",
     "quantize",
     "rectangle",

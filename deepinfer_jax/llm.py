@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from deepinfer_jax.decoding.generate import Finish, Generation, generate, stream
-from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
+from deepinfer_jax.decoding.generate import Generation, generate, stream
+from deepinfer_jax.decoding.loop import Finish
+from deepinfer_jax.decoding.request import check_drafting
+from deepinfer_jax.decoding.sampling import MAX_LOGPROBS, Sampling, SamplingParams
+from deepinfer_jax.decoding.schedule import StepTimes
 from deepinfer_jax.loading import load, load_tokenizer
 from deepinfer_jax.model.transformer import Transformer
 from deepinfer_jax.numerics import Numerics
@@ -37,26 +40,39 @@ class Completion(NamedTuple):
         prompt: as it was given.
         text: the new text, without the stop token.
         token_ids: the new tokens, with the stop token.
-        logprobs: of each new token (see `sampling.choose`).
+        logprobs: of each new token, by the model alone.
+        processed_logprobs: of each new token, in the distribution it was drawn from.
+        top_logprobs: for each new token the most likely ones by the model alone, best first, as
+            token id and log-probability; None unless the params ask for `logprobs`.
+        processed_top_logprobs: the same in the distribution that was drawn from.
         finish_reason: "stop" for an end-of-sequence or stop token, "length" for `max_tokens`, None
             in a stream that goes on.
         seed: the one used; giving it again gives the same text.
+        sample: which of the `n` samples of its prompt it is.
+        steps: passes through the model that chose its tokens.
     """
 
     prompt: str | Sequence[int]
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    processed_logprobs: list[float]
+    top_logprobs: list[dict[int, float]] | None
+    processed_top_logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     seed: int
+    sample: int
+    steps: int
 
 
 class _Request(NamedTuple):
-    index: int
+    index: int  # among the completions
+    number: int  # of the prompt
     prompt: str | Sequence[int]
     ids: list[int]
     params: SamplingParams
     seed: int
+    sample: int
 
 
 class LLM:
@@ -66,6 +82,8 @@ class LLM:
         model: the `Transformer`.
         tokenizer: a `tokenizers.Tokenizer`.
         max_batch: most sequences that are generated together.
+        draft: how tokens are drafted; it changes the speed and no text.
+        step_times: what a round costs, for a schedule of drafts.
     """
 
     def __init__(
@@ -75,6 +93,8 @@ class LLM:
         numerics: Numerics | None = None,
         *,
         max_batch: int = 8,
+        draft: str | None = None,
+        step_times: StepTimes | str | Path | None = None,
     ):
         """Load what is not given.
 
@@ -83,10 +103,14 @@ class LLM:
             tokenizer: None takes that of the folder.
             numerics: rounding points; None takes those of the release, or of the loaded model.
             max_batch: most sequences that are generated together.
+            draft: None, "fixed" or "scheduled", as for the function `generate`. Drafts save time
+                per token and cost time when a shape is compiled.
+            step_times: for draft="scheduled", as for the function `generate`.
 
         Raises:
             FileNotFoundError: no such folder or file.
-            ValueError: a bad checkpoint, or a loaded model without a tokenizer.
+            ValueError: a bad checkpoint, a loaded model without a tokenizer, drafts from a model
+                without a drafter.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -101,6 +125,9 @@ class LLM:
             self.model = load(model, numerics=numerics)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         self.max_batch = max_batch
+        check_drafting(self.model, draft, step_times=step_times)
+        self.draft = draft
+        self.step_times = step_times
         self._plain = _without_added_tokens(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -128,7 +155,7 @@ class LLM:
             progress: show a bar on stderr.
 
         Returns:
-            One completion for each prompt, in their order.
+            One completion for each prompt, or `n` of them side by side, in the prompts' order.
 
         Raises:
             TypeError: a prompt that is neither text nor token ids.
@@ -171,6 +198,8 @@ class LLM:
             FloatingPointError: the model's scores are not numbers.
         """
         batch = self._requests([prompt], params)
+        if len(batch) > 1:
+            raise ValueError(f"stream gives one text: n must be 1, got {len(batch)}")
         for result in stream(self.model, burst=burst, **self._arguments(batch)):
             yield self._completion(batch[0], jax.tree.map(np.asarray, result), 0)
 
@@ -188,9 +217,19 @@ class LLM:
                 f"params must be one SamplingParams or one for each prompt, got {len(params)} for "
                 f"{len(prompts)} prompts"
             )
-        return [self._request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        requests: list[_Request] = []
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            ids = self._ids(number, prompt, one)
+            self._check_token_lists(number, one)
+            seed = secrets.randbits(32) if one.seed is None else one.seed
+            for sample in range(one.n):
+                requests.append(
+                    _Request(len(requests), number, prompt, ids, one, seed, sample)
+                )
+        return requests
 
-    def _request(self, index: int, prompt, params: SamplingParams) -> _Request:
+    def _ids(self, index: int, prompt, params: SamplingParams) -> list[int]:
+        """Token ids of prompt number `index`, checked."""
         if not isinstance(prompt, (str, Sequence, np.ndarray)):
             raise TypeError(
                 f"prompt {index} must be a string or a list of token ids, got "
@@ -213,8 +252,17 @@ class LLM:
                 raise ValueError(
                     f"prompt {index} has token id {token}, outside the vocabulary [0, {vocabulary})"
                 )
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        return _Request(index, prompt, ids, params, seed)
+        return ids
+
+    def _check_token_lists(self, index: int, params: SamplingParams) -> None:
+        vocabulary = self.model.config.vocab_size
+        for name in ("stop_token_ids", "logit_bias", "banned_token_ids", "forced_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= vocabulary:
+                    raise ValueError(
+                        f"{name} of prompt {index} has token id {token}, outside the vocabulary "
+                        f"[0, {vocabulary})"
+                    )
 
     def _batches(self, requests: list[_Request]) -> Iterator[list[_Request]]:
         """Requests of like length together, as many as fit."""
@@ -240,53 +288,84 @@ class LLM:
         rows = [*batch, *[batch[-1]] * missing]
 
         tokens = np.full((len(rows), width), config.pad_token_id, np.int32)  # [B, S]
-        stops = [
-            [*r.params.stop_token_ids, *([] if r.params.ignore_eos else [config.eos_token_id])]
-            for r in rows
-        ]
-        stop_ids = np.full((len(rows), max(map(len, stops))), -1, np.int32)  # [B, K]
         for row, request in enumerate(rows):
             tokens[row, : len(request.ids)] = request.ids
-            stop_ids[row, : len(stops[row])] = stops[row]
+        eos = [[] if r.params.ignore_eos else [config.eos_token_id] for r in rows]
+        biases = [
+            {**(r.params.logit_bias or {}), **dict.fromkeys(r.params.banned_token_ids, -np.inf)}
+            for r in rows
+        ]
+        top = max(r.params.logprobs or 0 for r in batch)
         return dict(
             tokens=tokens,
             lengths=np.array([len(r.ids) for r in rows], np.int32),
             seeds=np.array([r.seed for r in rows], np.uint32),
             max_new_tokens=capacity,
             limits=np.array(limits, np.int32),
-            sampling=Sampling(
-                temperature=np.array([r.params.temperature for r in rows], np.float32),
-                top_p=np.array([r.params.top_p for r in rows], np.float32),
-                top_k=np.array([r.params.top_k for r in rows], np.int32),
+            sample=np.array([r.sample for r in rows], np.int32),
+            min_new_tokens=np.array(
+                [min(r.params.min_tokens, n) for r, n in zip(rows, limits, strict=True)], np.int32
             ),
-            stop_ids=stop_ids,
+            sampling=jax.tree.map(lambda *v: np.array(v), *(r.params.row() for r in rows)),
+            stop_ids=_lists([*r.params.stop_token_ids, *e] for r, e in zip(rows, eos, strict=True)),
             ignore_eos=True,  # it is among each request's stop ids
+            logit_bias=(_lists(biases), _lists([b.values() for b in biases], 0, np.float32)),
+            forced=_lists([r.params.forced_token_ids[:capacity] for r in rows]),
+            top_logprobs=0 if top == 0 else min(MAX_LOGPROBS, config.vocab_size),
+            draft=self.draft,
+            step_times=self.step_times,
         )
 
     def _completion(self, request: _Request, result: Generation, row: int) -> Completion:
         count, finish = int(result.lengths[row]), int(result.finish[row])
         if finish == Finish.INVALID:
             raise FloatingPointError(
-                f"prompt {request.index}: after {count} new tokens the model's scores are not "
-                "numbers; look for NaN or infinity in its weights"
+                f"prompt {request.number}: after {count} new tokens no token can be chosen: every "
+                "one is banned, or the model's scores are not numbers (look for NaN or infinity in "
+                "its weights)"
             )
         ids = result.tokens[row, :count].tolist()
         stopped = finish == Finish.STOP
         ended = stopped or count == request.params.max_tokens
+        asked = request.params.logprobs
+
+        def alternatives(top):
+            if asked is None:
+                return None
+            return [
+                {int(t): float(p) for t, p in zip(*pair, strict=True) if t >= 0}
+                for pair in zip(top.tokens[row, :count, :asked], top.logprobs[row, :count, :asked],
+                                strict=True)
+            ]  # fmt: skip
+
         text = self.tokenizer.decode(ids[:-1] if stopped else ids)
         return Completion(
             prompt=request.prompt,
             text=text if ended else text.rstrip(_BROKEN),
             token_ids=ids,
             logprobs=result.logprobs[row, :count].tolist(),
+            processed_logprobs=result.processed_logprobs[row, :count].tolist(),
+            top_logprobs=alternatives(result.top),
+            processed_top_logprobs=alternatives(result.processed_top),
             finish_reason=("stop" if stopped else "length") if ended else None,
             seed=request.seed,
+            sample=request.sample,
+            steps=int(result.stats.steps[row]),
         )
 
 
 def _extent(batch: list[_Request]) -> tuple[int, int]:
     """The longest prompt and the most new tokens."""
     return max(len(r.ids) for r in batch), max(r.params.max_tokens for r in batch)
+
+
+def _lists(rows, fill=-1, dtype=np.int32) -> np.ndarray:
+    """Lists of any lengths as an array [B, K]."""
+    rows = [list(row) for row in rows]
+    array = np.full((len(rows), max(map(len, rows))), fill, dtype)
+    for place, row in zip(array, rows, strict=True):
+        place[: len(row)] = row
+    return array
 
 
 def _bucket(n: int, least: int) -> int:

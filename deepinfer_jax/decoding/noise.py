@@ -99,7 +99,7 @@ def uniform(
     Returns:
       float32 [T] in [0, 1), multiples of 2**-32 as far as float32 can hold them.
     """
-    # Without the barriers XLA:CPU may repeat the rounds of the generator at each use of a number, and
+    # Without the barriers XLA:CPU may repeat the generator's rounds at each use of a number, and
     # then takes minutes to compile.
     k0, k1 = lax.optimization_barrier(_key(seeds, positions, purpose, sample))
     # The noise has counters (token, 0).

@@ -77,10 +77,10 @@ class Shape(NamedTuple):
 
 
 def prepare(
-    model: Transformer, tokens, lengths, *, seeds=None, key=None, n=1, max_new_tokens=64,
-    limits=None, min_new_tokens=0, sampling=None, logit_bias=None, forced=None, stop_ids=(),
-    ignore_eos=False, top_logprobs=0, capacity=None, draft=None, num_drafts=None, coupling=None,
-    step_times=None,
+    model: Transformer, tokens, lengths, *, seeds=None, key=None, n=1, sample=0,
+    max_new_tokens=64, limits=None, min_new_tokens=0, sampling=None, logit_bias=None, forced=None,
+    stop_ids=(), ignore_eos=False, top_logprobs=0, capacity=None, draft=None, num_drafts=None,
+    coupling=None, step_times=None,
 ) -> tuple[Transformer, Request, Shape]:  # fmt: skip
     """The arguments of `generate` as the model with its numerics settled, arrays, and statics."""
     config = model.config
@@ -103,7 +103,9 @@ def prepare(
             "(SamplingParams is for LLM; its row() is a Sampling)"
         )
     sampling.validate()
-    drafts, coupling = _drafting(model, draft, num_drafts, coupling, step_times)
+    drafts, coupling = check_drafting(
+        model, draft, num_drafts=num_drafts, coupling=coupling, step_times=step_times
+    )
     bias_ids, bias = _bias(logit_bias, config, prompts)
     stops = _stops(stop_ids, ignore_eos, config, prompts)
     limit = _count(limits, 1, N, prompts, "limits", N)
@@ -115,18 +117,21 @@ def prepare(
         )
     forced = _forced(forced, config, prompts, N)
     seeds = _seeds(seeds, key, prompts)
-    per_prompt = (tokens, lengths, seeds, limit, sampling.broadcast(prompts))
+    sample = inputs.per_sequence(sample, prompts, jnp.int32, "sample")
+    per_prompt = (tokens, lengths, seeds, sample, limit, sampling.broadcast(prompts))
     per_prompt += (Adjustments(bias_ids, bias, stops, min_new, forced),)
     if n > 1:
         per_prompt = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), per_prompt)
-    tokens, lengths, seeds, limit, sampling, adjustments = per_prompt
+    tokens, lengths, seeds, sample, limit, sampling, adjustments = per_prompt
+    if n > 1:
+        sample = sample + np.tile(np.arange(n, dtype=np.int32), prompts)
     on_cpu = jax.default_backend() == "cpu"
     model = model.with_numerics(model.numerics.resolve(reproducible=on_cpu))
     request = Request(
         tokens=tokens,
         lengths=lengths,
         seeds=seeds,
-        sample=jnp.asarray(np.tile(np.arange(n, dtype=np.int32), prompts)),
+        sample=sample,
         limit=limit,
         sampling=sampling,
         adjustments=adjustments,
@@ -152,8 +157,14 @@ def _capacity(capacity, S: int, N: int, config: Config) -> int:
     return capacity
 
 
-def _drafting(model: Transformer, draft, num_drafts, coupling, step_times) -> tuple[int, str]:
-    """How many drafts a round verifies at most, and how they are judged."""
+def check_drafting(
+    model: Transformer, draft, *, num_drafts=None, coupling=None, step_times=None
+) -> tuple[int, str]:
+    """How many drafts a round verifies at most, and how they are judged.
+
+    Raises:
+        ValueError: arguments that do not exist or do not go together, a model without a drafter.
+    """
     if draft not in DRAFTS:
         raise ValueError(f"draft must be one of {DRAFTS}, got {draft!r}")
     if draft is None:

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_POINTS = 12
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +100,12 @@ class StepTimes:
 
 
 def lots(batch: int, drafts: int, tile: int | None) -> list[int]:
-    """Row counts in which rounds are computed: tiles, or one of two capacities."""
+    """Row counts in which rounds are computed: tiles (at most `_POINTS` of them) or capacities."""
     most = batch * (drafts + 1)
     if tile is None:
         return sorted({small_capacity(batch, drafts), most})
-    return list(range(tile, most + tile, tile))
+    tiles = np.linspace(-(-batch // tile), -(-most // tile), _POINTS).round().astype(int)
+    return (np.unique(tiles) * tile).tolist()
 
 
 def small_capacity(batch: int, drafts: int) -> int:
