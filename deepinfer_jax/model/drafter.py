@@ -133,8 +133,15 @@ def draft_block(
 
     Returns:
         The block, the cache with the block's own keys in it, captured arrays.
+
+    Raises:
+        ValueError: a model without a drafter, or a cache made without `drafts`.
     """
     config, numerics = model.config, model.numerics
+    if model.mtp is None:
+        raise ValueError("draft_block: the model has no drafter")
+    if len(cache.window) == config.num_hidden_layers:
+        raise ValueError("draft_block: make the cache with init_cache(..., drafts=True)")
     (B,), n = tokens.shape, config.dspark_block_size
     ids = jnp.full((B, n), config.dspark_noise_token_id, jnp.int32).at[:, 0].set(tokens)
     rows = Rows(
@@ -188,7 +195,7 @@ def markov_step(
     B, total = previous.shape[0], padded_total(previous.shape[0], numerics.tile)
 
     def score(hidden, logits, previous):
-        memory = heads.markov_head.embed.weight.get_value()[previous]
+        memory = heads.markov_head.embed.weight.get_value()[previous].astype(numerics.activation)
         logits = logits + heads.markov_head.head.wide(memory, numerics)
         both = jnp.concatenate([hidden.astype(numerics.wide), memory.astype(numerics.wide)], axis=1)
         return logits, heads.confidence_head.proj.wide(both, numerics)[:, 0]
