@@ -1,4 +1,4 @@
-"""`deepinfer-jax`: text from a checkpoint, and what a checkpoint takes.
+"""`deepinfer-jax`: text from a checkpoint, what a checkpoint takes, and how long its steps take.
 
 Text goes to stdout as it comes, everything else to stderr. What the user can put right ends in one
 sentence and exit code 2, without a traceback.
@@ -13,14 +13,31 @@ from pathlib import Path
 
 from deepinfer_jax.cache import bytes_per_slot, bytes_per_token
 from deepinfer_jax.config import Config
+from deepinfer_jax.decoding.measuring import measure_step_times
+from deepinfer_jax.decoding.request import DRAFTS
 from deepinfer_jax.decoding.sampling import SamplingParams
 from deepinfer_jax.llm import LLM
-from deepinfer_jax.loading import EMBEDDED, folder_of
+from deepinfer_jax.loading import EMBEDDED, folder_of, load
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.parameter_counts import parameter_counts
 
 _BURST = 4
 _RELEASED = "flash"
+_NO_DRAFT = "none"
+
+# Options of `generate` that are fields of `SamplingParams`: default and help.
+_SAMPLING = {
+    "max_tokens": (64, "most new tokens"),
+    "min_tokens": (0, "fewest new tokens"),
+    "temperature": (0.7, "0 takes the likeliest token"),
+    "top_p": (0.95, "in (0, 1], 1 is off"),
+    "top_k": (-1, "-1 is off"),
+    "min_p": (0.0, "in [0, 1], 0 is off"),
+    "repetition_penalty": (1.0, "above 0, 1 is off"),
+    "presence_penalty": (0.0, "in [-2, 2], 0 is off"),
+    "frequency_penalty": (0.0, "in [-2, 2], 0 is off"),
+    "seed": (0, "decides the text"),
+}
 
 _EXAMPLES = """\
 examples:
@@ -30,18 +47,21 @@ examples:
   deepinfer-jax info tiny
   deepinfer-jax info flash
   deepinfer-jax info path/to/checkpoint
+  deepinfer-jax measure --batch 8 --context 512 --out times.json
 """
 
 _GENERATE_NOTES = """\
 The prompt is printed too. The last line, on stderr, has the time to load the checkpoint, to compile
 (a first pass over the prompt with its first tokens, which are thrown away), and to generate: the
 prompt and all tokens, once more. Tokens per second are new tokens over the last of these times.
-The same command prints the same text.
+The same command prints the same text; on a CPU, drafts change its speed only. A step of the model
+gives one token, or with drafts several.
 
 examples:
   deepinfer-jax generate "def fibonacci(n):"
   deepinfer-jax generate "The following table" --temperature 0 --max-tokens 32
   deepinfer-jax generate "import" --seed 7 --stop $'\\n\\n'
+  deepinfer-jax generate "def fibonacci(n):" --draft scheduled --repetition-penalty 1.1
 """
 
 _INFO_NOTES = """\
@@ -51,6 +71,15 @@ of the released DeepSeek-V4.1-Flash.
 examples:
   deepinfer-jax info tiny
   deepinfer-jax info path/to/checkpoint
+"""
+
+_MEASURE_NOTES = """\
+A step drafts, runs the rows of all sequences and chooses tokens; more drafts are more rows. The
+file is what `generate --draft scheduled --step-times FILE` decides by.
+
+examples:
+  deepinfer-jax measure --out times.json
+  deepinfer-jax measure --model path/to/checkpoint --batch 8 --context 512 --out times.json
 """
 
 
@@ -91,42 +120,53 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=run)
         return sub
 
+    model = dict(default="tiny", help="tiny, or a checkpoint folder (tiny)")
+    dtype = dict(choices=("bfloat16", "float32"), default="bfloat16",
+                 help="of activations (bfloat16)")  # fmt: skip
+
     text = command("generate", _generate, "continue a text", _GENERATE_NOTES)
     text.add_argument("prompt", metavar="PROMPT", help="the beginning of the text")
-    text.add_argument("--model", default="tiny", help="tiny, or a checkpoint folder (tiny)")
-    text.add_argument("--max-tokens", type=int, default=64, help="most new tokens (64)")
-    text.add_argument(
-        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (0.7)"
-    )
-    text.add_argument("--top-p", type=float, default=0.95, help="in (0, 1], 1 is off (0.95)")
-    text.add_argument("--top-k", type=int, default=-1, help="-1 is off (-1)")
-    text.add_argument("--seed", type=int, default=0, help="decides the text (0)")
+    text.add_argument("--model", **model)
+    for name, (default, meaning) in _SAMPLING.items():
+        text.add_argument(
+            f"--{name.replace('_', '-')}", type=type(default), default=default, metavar="N",
+            help=f"{meaning} ({default})",
+        )  # fmt: skip
     text.add_argument(
         "--stop", action="append", default=[], metavar="TEXT",
         help="end before this text; may be given more than once",
     )  # fmt: skip
     text.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="of activations (bfloat16)",
+        "--draft", choices=[name or _NO_DRAFT for name in DRAFTS], default=_NO_DRAFT,
+        help=f"how to draft tokens ({_NO_DRAFT})",
     )  # fmt: skip
+    text.add_argument(
+        "--step-times", metavar="FILE", help="of `measure`, for --draft scheduled (a guess)"
+    )
+    text.add_argument("--dtype", **dtype)
 
     sizes = command("info", _info, "count parameters and bytes of a checkpoint", _INFO_NOTES)
     sizes.add_argument("path", metavar="PATH", help="tiny, flash, or a folder with config.json")
+
+    times = command("measure", _measure, "time steps for a schedule of drafts", _MEASURE_NOTES)
+    times.add_argument("--model", **model)
+    times.add_argument("--batch", type=int, default=1, metavar="N", help="sequences together (1)")
+    times.add_argument("--context", type=int, default=256, metavar="N", help="tokens of each (256)")
+    times.add_argument("--out", required=True, metavar="FILE", help="what to write")
+    times.add_argument("--dtype", **dtype)
     return parser
 
 
 def _generate(options: argparse.Namespace) -> None:
     if "" in options.stop:
         raise ValueError("--stop must not be empty: every text begins with nothing")
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
+    params = SamplingParams(**{name: getattr(options, name) for name in _SAMPLING})
+    draft = None if options.draft == _NO_DRAFT else options.draft
     began = time.perf_counter()
-    llm = LLM(options.model, numerics=Numerics(dtype=options.dtype))
+    llm = LLM(
+        options.model, numerics=Numerics(dtype=options.dtype), draft=draft,
+        step_times=options.step_times,
+    )  # fmt: skip
     loaded = time.perf_counter()
     trial = llm.stream(options.prompt, params, burst=_BURST)
     next(trial)
@@ -143,10 +183,11 @@ def _generate(options: argparse.Namespace) -> None:
     done = time.perf_counter()
     print(flush=True)
     count = len(so_far.token_ids)
+    per_step = "" if draft is None else f", {count / so_far.steps:.2f} tokens/step"
     print(
         f"load {loaded - began:.1f} s, compile {compiled - loaded:.1f} s, "
         f"generate {done - compiled:.1f} s: {count} tokens, "
-        f"{count / (done - compiled):.1f} tokens/s",
+        f"{count / (done - compiled):.1f} tokens/s{per_step}",
         file=sys.stderr,
     )
 
@@ -193,6 +234,18 @@ def _info(options: argparse.Namespace) -> None:
         print(f"\n{title}")
         for name, size in table.items():
             print(f"  {name:21s}{size:>20,.16g}")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    folder = Path(options.out).parent
+    if not folder.is_dir():  # said before the work, not after it
+        raise FileNotFoundError(f"--out: there is no folder {folder}")
+    model = load(options.model, numerics=Numerics(dtype=options.dtype))
+    times = measure_step_times(model, options.batch, options.context)
+    times.save(options.out)
+    print("rows  milliseconds")
+    for rows, seconds in zip(times.rows.tolist(), times.seconds.tolist(), strict=True):
+        print(f"{rows:4d}{1e3 * seconds:14.3f}")
 
 
 def _config_and_size(path: str) -> tuple[Config, int]:

@@ -3,9 +3,10 @@
 What it adds to them: a tokenizer, batches, a progress bar, one `SamplingParams` for each prompt. A
 prompt is a document's beginning, so the begin-of-sentence token goes before it, as in training;
 what looks like a control token inside it is text. Widths are rounded up to powers of two, so that
-few shapes compile. In reproducible numerics a text depends neither on them nor on its batch.
+few shapes compile. In reproducible numerics (the default on CPU) a text depends on its own prompt
+and params only: not on widths, the batch or drafts.
 
-Letters: B sequences, S prompt width, N most new tokens, K stop ids.
+Letters: B sequences, S prompt width, K tokens in a list.
 """
 
 import secrets
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from deepinfer_jax import inputs
 from deepinfer_jax.decoding.generate import Generation, generate, stream
 from deepinfer_jax.decoding.loop import Finish
 from deepinfer_jax.decoding.request import check_drafting
-from deepinfer_jax.decoding.sampling import MAX_LOGPROBS, Sampling, SamplingParams
+from deepinfer_jax.decoding.sampling import MAX_LOGPROBS, SamplingParams
 from deepinfer_jax.decoding.schedule import StepTimes
 from deepinfer_jax.loading import load, load_tokenizer
 from deepinfer_jax.model.transformer import Transformer
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NARROWEST = 16
+_SHORTEST_LIST = 8
 # What a decoder writes for bytes that are no character, or not yet one.
 _BROKEN = "\ufffd"
 
@@ -36,20 +39,23 @@ _BROKEN = "\ufffd"
 class Completion(NamedTuple):
     """What was written for one prompt.
 
+    Log-probabilities are the model's alone, before temperature, penalties, biases and cuts, or
+    "processed": of the distribution that the token was drawn from.
+
     Attributes:
         prompt: as it was given.
         text: the new text, without the stop token.
         token_ids: the new tokens, with the stop token.
-        logprobs: of each new token, by the model alone.
-        processed_logprobs: of each new token, in the distribution it was drawn from.
-        top_logprobs: for each new token the most likely ones by the model alone, best first, as
-            token id and log-probability; None unless the params ask for `logprobs`.
-        processed_top_logprobs: the same in the distribution that was drawn from.
+        logprobs: of each new token.
+        processed_logprobs: of each new token.
+        top_logprobs: for each new token the `logprobs` of the params most likely ones, best first,
+            by token id; None if the params do not ask.
+        processed_top_logprobs: the same; fewer where fewer tokens are possible.
         finish_reason: "stop" for an end-of-sequence or stop token, "length" for `max_tokens`, None
             in a stream that goes on.
         seed: the one used; giving it again gives the same text.
-        sample: which of the `n` samples of its prompt it is.
-        steps: passes through the model that chose its tokens.
+        sample: which of the `n` samples of its prompt it is, from 0 on.
+        steps: rounds that its tokens took: as many as there are tokens, or fewer with drafts.
     """
 
     prompt: str | Sequence[int]
@@ -82,7 +88,7 @@ class LLM:
         model: the `Transformer`.
         tokenizer: a `tokenizers.Tokenizer`.
         max_batch: most sequences that are generated together.
-        draft: how tokens are drafted; it changes the speed and no text.
+        draft: how tokens are drafted; it changes the speed and, in reproducible numerics, no text.
         step_times: what a round costs, for a schedule of drafts.
     """
 
@@ -103,17 +109,15 @@ class LLM:
             tokenizer: None takes that of the folder.
             numerics: rounding points; None takes those of the release, or of the loaded model.
             max_batch: most sequences that are generated together.
-            draft: None, "fixed" or "scheduled", as for the function `generate`. Drafts save time
-                per token and cost time when a shape is compiled.
+            draft: None, "fixed" or "scheduled", as for the function `generate`.
             step_times: for draft="scheduled", as for the function `generate`.
 
         Raises:
             FileNotFoundError: no such folder or file.
-            ValueError: a bad checkpoint, a loaded model without a tokenizer, drafts from a model
-                without a drafter.
+            ValueError: a bad checkpoint or file of step times, a loaded model without a tokenizer,
+                drafts from a model without a drafter.
         """
-        if max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        self.max_batch = inputs.whole_number(max_batch, "max_batch")
         if isinstance(model, Transformer):
             if tokenizer is None:
                 raise ValueError(
@@ -124,10 +128,10 @@ class LLM:
         else:
             self.model = load(model, numerics=numerics)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-        self.max_batch = max_batch
         check_drafting(self.model, draft, step_times=step_times)
         self.draft = draft
-        self.step_times = step_times
+        from_file = isinstance(step_times, (str, Path))
+        self.step_times = StepTimes.load(step_times) if from_file else step_times
         self._plain = _without_added_tokens(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -155,19 +159,20 @@ class LLM:
             progress: show a bar on stderr.
 
         Returns:
-            One completion for each prompt, or `n` of them side by side, in the prompts' order.
+            Completions in the order of the prompts; the `n` samples of a prompt side by side.
 
         Raises:
-            TypeError: a prompt that is neither text nor token ids.
-            ValueError: a prompt that is empty or too long, an id outside the vocabulary, as many
-                params as prompts are needed.
-            FloatingPointError: the model's scores are not numbers.
+            TypeError: a prompt that is neither text nor token ids, params that are none.
+            ValueError: a prompt that is empty or too long, an id outside the vocabulary, another
+                number of params than of prompts.
+            FloatingPointError: no token can be chosen, because the model's scores are not numbers
+                or every token is banned.
         """
         from tqdm import tqdm
 
         requests = self._requests([prompts] if isinstance(prompts, str) else prompts, params)
         completions: dict[int, Completion] = {}
-        with tqdm(total=len(requests), unit=" prompts", disable=not progress) as bar:
+        with tqdm(total=len(requests), unit=" texts", disable=not progress) as bar:
             for batch in self._batches(requests):
                 result = generate(self.model, **self._arguments(batch))
                 result = jax.tree.map(np.asarray, result)
@@ -179,23 +184,23 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, burst: int = 8
     ) -> Iterator[Completion]:
-        """Continue one prompt, handing out what there is after every `burst` tokens.
+        """Continue one prompt, handing out what there is after every `burst` rounds.
 
-        Each text begins with the one before it: a character whose bytes are not all there is kept
-        back.
+        A round gives one token, or several with drafts. Each text begins with the one before it: a
+        character whose bytes are not all there is kept back.
 
         Args:
             prompt: text, or token ids.
             params: None: `SamplingParams()`.
-            burst: tokens between looks at the device.
+            burst: rounds between looks at the device.
 
         Yields:
             The completion so far; the last one has a `finish_reason`.
 
         Raises:
             TypeError: as for `generate`.
-            ValueError: as for `generate`.
-            FloatingPointError: the model's scores are not numbers.
+            ValueError: as for `generate`, and for params that ask for several samples.
+            FloatingPointError: as for `generate`.
         """
         batch = self._requests([prompt], params)
         if len(batch) > 1:
@@ -205,13 +210,14 @@ class LLM:
 
     def _requests(self, prompts, params) -> list[_Request]:
         params = SamplingParams() if params is None else params
-        if isinstance(params, (Sampling, dict)):
-            raise TypeError(
-                f"params must be SamplingParams or a list of them, got {type(params).__name__} "
-                "(Sampling is for the function generate)"
-            )
-        if isinstance(params, SamplingParams):
+        if not isinstance(params, (list, tuple)):
             params = [params] * len(prompts)
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise TypeError(
+                    f"params must be SamplingParams or a list of them, got {type(one).__name__} "
+                    "(Sampling is for the function generate)"
+                )
         if len(params) != len(prompts):
             raise ValueError(
                 f"params must be one SamplingParams or one for each prompt, got {len(params)} for "
@@ -223,9 +229,7 @@ class LLM:
             self._check_token_lists(number, one)
             seed = secrets.randbits(32) if one.seed is None else one.seed
             for sample in range(one.n):
-                requests.append(
-                    _Request(len(requests), number, prompt, ids, one, seed, sample)
-                )
+                requests.append(_Request(len(requests), number, prompt, ids, one, seed, sample))
         return requests
 
     def _ids(self, index: int, prompt, params: SamplingParams) -> list[int]:
@@ -240,7 +244,10 @@ class LLM:
             raise ValueError(
                 f"prompt {index} is empty; to write a document from nothing give the ids [{begin}]"
             )
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        if isinstance(prompt, str):
+            ids = self.encode(prompt)
+        else:
+            ids = inputs.integers(prompt, f"prompt {index}").tolist()
         room, vocabulary = self.model.config.max_position_embeddings, self.model.config.vocab_size
         if len(ids) + params.max_tokens > room:
             raise ValueError(
@@ -287,31 +294,33 @@ class LLM:
         limits = [r.params.max_tokens for r in batch] + [1] * missing
         rows = [*batch, *[batch[-1]] * missing]
 
-        tokens = np.full((len(rows), width), config.pad_token_id, np.int32)  # [B, S]
-        for row, request in enumerate(rows):
-            tokens[row, : len(request.ids)] = request.ids
-        eos = [[] if r.params.ignore_eos else [config.eos_token_id] for r in rows]
+        eos = [() if r.params.ignore_eos else (config.eos_token_id,) for r in rows]
         biases = [
             {**(r.params.logit_bias or {}), **dict.fromkeys(r.params.banned_token_ids, -np.inf)}
             for r in rows
         ]
-        top = max(r.params.logprobs or 0 for r in batch)
+        # Never empty, so that the first bias compiles nothing.
+        K = _bucket(max(map(len, biases)), _SHORTEST_LIST)
+        fewest = [min(r.params.min_tokens, limit) for r, limit in zip(rows, limits, strict=True)]
+        # All that may be asked for or nothing, so that two programs do.
+        alternatives = any(r.params.logprobs for r in batch)
         return dict(
-            tokens=tokens,
+            tokens=_lists([r.ids for r in rows], config.pad_token_id, width=width),
             lengths=np.array([len(r.ids) for r in rows], np.int32),
             seeds=np.array([r.seed for r in rows], np.uint32),
+            sample=np.array([r.sample for r in rows], np.int32),
             max_new_tokens=capacity,
             limits=np.array(limits, np.int32),
-            sample=np.array([r.sample for r in rows], np.int32),
-            min_new_tokens=np.array(
-                [min(r.params.min_tokens, n) for r, n in zip(rows, limits, strict=True)], np.int32
-            ),
+            min_new_tokens=np.array(fewest, np.int32),
             sampling=jax.tree.map(lambda *v: np.array(v), *(r.params.row() for r in rows)),
-            stop_ids=_lists([*r.params.stop_token_ids, *e] for r, e in zip(rows, eos, strict=True)),
+            stop_ids=_lists([r.params.stop_token_ids + e for r, e in zip(rows, eos, strict=True)]),
             ignore_eos=True,  # it is among each request's stop ids
-            logit_bias=(_lists(biases), _lists([b.values() for b in biases], 0, np.float32)),
-            forced=_lists([r.params.forced_token_ids[:capacity] for r in rows]),
-            top_logprobs=0 if top == 0 else min(MAX_LOGPROBS, config.vocab_size),
+            logit_bias=(
+                _lists(biases, width=K),
+                _lists([b.values() for b in biases], 0, np.float32, width=K),
+            ),
+            forced=_lists([r.params.forced_token_ids[: r.params.max_tokens] for r in rows]),
+            top_logprobs=min(MAX_LOGPROBS, config.vocab_size) if alternatives else 0,
             draft=self.draft,
             step_times=self.step_times,
         )
@@ -332,11 +341,11 @@ class LLM:
         def alternatives(top):
             if asked is None:
                 return None
+            tokens, logprobs = (a[row, :count, :asked].tolist() for a in top)
             return [
-                {int(t): float(p) for t, p in zip(*pair, strict=True) if t >= 0}
-                for pair in zip(top.tokens[row, :count, :asked], top.logprobs[row, :count, :asked],
-                                strict=True)
-            ]  # fmt: skip
+                {token: logprob for token, logprob in zip(*place, strict=True) if token >= 0}
+                for place in zip(tokens, logprobs, strict=True)
+            ]
 
         text = self.tokenizer.decode(ids[:-1] if stopped else ids)
         return Completion(
@@ -359,10 +368,10 @@ def _extent(batch: list[_Request]) -> tuple[int, int]:
     return max(len(r.ids) for r in batch), max(r.params.max_tokens for r in batch)
 
 
-def _lists(rows, fill=-1, dtype=np.int32) -> np.ndarray:
-    """Lists of any lengths as an array [B, K]."""
+def _lists(rows, fill=-1, dtype=np.int32, width: int | None = None) -> np.ndarray:
+    """Lists of any lengths as an array [B, K]; K is that of the longest, or `width`."""
     rows = [list(row) for row in rows]
-    array = np.full((len(rows), max(map(len, rows))), fill, dtype)
+    array = np.full((len(rows), max(map(len, rows)) if width is None else width), fill, dtype)
     for place, row in zip(array, rows, strict=True):
         place[: len(row)] = row
     return array

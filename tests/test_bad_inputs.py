@@ -17,12 +17,13 @@ TOKENS = np.arange(3, 3 + B * S, dtype=np.int32).reshape(B, S)
 
 
 @functools.cache
-def config():
+def config(stages=0):
     return testing.tiny_config(
         num_hidden_layers=2,
-        num_nextn_predict_layers=0,
-        dspark_target_layer_ids=(),
-        compress_ratios=(2, 0),
+        num_nextn_predict_layers=stages,
+        dspark_target_layer_ids=(1,) * stages,
+        dspark_block_size=3,
+        compress_ratios=(2, 0, *(0,) * stages),
         kv_source_layer_ids=(0,),
         index_source_layer_ids=(0,),
         candidate_source_layer_id=-1,
@@ -32,12 +33,13 @@ def config():
 
 
 @functools.cache
-def model():
-    return di.Transformer(config(), di.Numerics(), testing.random_weights(config(), 1, True))
+def model(stages=0):
+    weights = testing.random_weights(config(stages), 1, True)
+    return di.Transformer(config(stages), di.Numerics(), weights)
 
 
-def generate(tokens=TOKENS, lengths=None, **arguments):
-    return di.generate(model(), tokens, lengths, **{"max_new_tokens": 4} | arguments)
+def generate(tokens=TOKENS, lengths=None, stages=0, **arguments):
+    return di.generate(model(stages), tokens, lengths, **{"max_new_tokens": 4} | arguments)
 
 
 def forward(tokens=TOKENS, **arguments):
@@ -159,7 +161,119 @@ GENERATIONS = {
         dict(stop_ids=7),
         "stop_ids must have shape [K] or [2, K], got []",
     ),
-    "drafts": (dict(draft="fixed"), "draft must be None in this version, got 'fixed'"),
+    "no sample": (dict(n=0), "n must be at least 1, got 0"),
+    "half a sample": (dict(n=1.5), "n must be an integer, got 1.5"),
+    "negative sample": (
+        dict(sample=[0, -1], n=2),
+        "sample must be between 0 and 2147483646, got -1 to 0",
+    ),
+    "sample of three sequences": (
+        dict(sample=[0, 1, 2]),
+        "sample must be a scalar or have shape [2], got [3]",
+    ),
+    "minimum above the capacity": (
+        dict(min_new_tokens=[0, 5]),
+        "min_new_tokens must be between 0 and max_new_tokens = 4, got 0 to 5",
+    ),
+    "negative minimum": (
+        dict(min_new_tokens=-1),
+        "min_new_tokens must be between 0 and max_new_tokens = 4, got -1 to -1",
+    ),
+    "minimum above the limit": (
+        dict(min_new_tokens=[2, 3], limits=[4, 2]),
+        "min_new_tokens must not exceed limits, got [2 3] for [4 2]",
+    ),
+    "no limits": (dict(limits=[]), "limits must be a scalar or have shape [2], got [0]"),
+    "min_p above one": (dict(sampling=di.Sampling(min_p=1.5)), "min_p must be in [0, 1], got 1.5"),
+    "repetition penalty of zero": (
+        dict(sampling=di.Sampling(repetition_penalty=0)),
+        "repetition_penalty must be a finite float32 number above 0, got 0",
+    ),
+    "presence penalty": (
+        dict(sampling=di.Sampling(presence_penalty=[0, 3])),
+        "presence_penalty must be in [-2, 2], got 3",
+    ),
+    "frequency penalty": (
+        dict(sampling=di.Sampling(frequency_penalty=-2.5)),
+        "frequency_penalty must be in [-2, 2], got -2.5",
+    ),
+    "bias outside the vocabulary": (
+        dict(logit_bias={7: 1.0, 266: 1.0}),
+        "logit_bias must be token ids below 266 (or -1), got 7 to 266",
+    ),
+    "bias of no token": (dict(logit_bias={"a": 1.0}), "logit_bias must be integers, got <U1"),
+    "bias not a number": (
+        dict(logit_bias={7: np.nan}),
+        "a number of logit_bias must be finite in float32, or -inf to ban a token, got nan",
+    ),
+    "infinite bias": (
+        dict(logit_bias=([[7], [8]], [[0.0], [np.inf]])),
+        "a number of logit_bias must be finite in float32, or -inf to ban a token, got inf",
+    ),
+    "bias beyond float32": (
+        dict(logit_bias={7: 1e39}),
+        "finite in float32, or -inf to ban a token, got 1e+39",
+    ),
+    "bias of text": (
+        dict(logit_bias={7: "a"}),
+        "logit_bias must have rectangular lists of numbers, got ['a']",
+    ),
+    "a bias too few": (
+        dict(logit_bias=([7, 8], [1.0])),
+        "logit_bias must have a number for each of its token ids [2, 2], got [1]",
+    ),
+    "biases of three sequences": (
+        dict(logit_bias=([[7], [8], [9]], [1.0])),
+        "logit_bias must have shape [K] or [2, K], got [3, 1]",
+    ),
+    "biases of two lengths": (
+        dict(logit_bias=([[7], [8, 9]], [1.0])),
+        "logit_bias must be rectangular: pad its rows to one width",
+    ),
+    "forced beyond the capacity": (
+        dict(forced=[7] * 5),
+        "forced has 5 tokens, but there are at most max_new_tokens = 4",
+    ),
+    "forced outside the vocabulary": (
+        dict(forced=[7, -1, 266]),
+        "forced must be token ids below 266 (or -1), got -1 to 266",
+    ),
+    "forced negative": (dict(forced=[-2]), "forced must be token ids below 266 (or -1), got -2"),
+    "forced without a list": (dict(forced=7), "forced must have shape [F] or [2, F], got []"),
+    "negative alternatives": (dict(top_logprobs=-1), "top_logprobs must be at least 0, got -1"),
+    "more alternatives than tokens": (
+        dict(top_logprobs=267),
+        "top_logprobs must be at most 266, the vocabulary, got 267",
+    ),
+    "unknown draft": (
+        dict(draft="always", stages=1),
+        "draft must be one of (None, 'fixed', 'scheduled'), got 'always'",
+    ),
+    "no drafter": (dict(draft="fixed"), "draft = 'fixed' needs a drafter, and the model has none"),
+    "no drafts": (
+        dict(draft="fixed", num_drafts=0, stages=1),
+        "num_drafts must be at least 1, got 0",
+    ),
+    "more drafts than the block": (
+        dict(draft="scheduled", num_drafts=4, stages=1),
+        "num_drafts must be at most 3, the block that the drafter was trained for "
+        "(dspark_block_size), got 4",
+    ),
+    "unknown coupling": (
+        dict(draft="fixed", coupling="loose", stages=1),
+        "coupling must be one of ('shared', 'rejection'), got 'loose'",
+    ),
+    **{
+        f"{name} without drafts": (
+            dict(stages=1, **{name: value}),
+            f"{name} means nothing without drafts: give draft, or leave it",
+        )
+        for name, value in dict(num_drafts=2, coupling="shared", step_times="times").items()
+    },
+    "step times without a schedule": (
+        dict(draft="fixed", step_times="times", stages=1),
+        "step_times is for draft='scheduled', got draft='fixed'",
+    ),
 }
 
 
@@ -167,6 +281,78 @@ GENERATIONS = {
 def test_generate(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(**arguments)
+
+
+@pytest.mark.parametrize("logit_bias", [7, ([7], [1.0], [2.0]), np.ones((2, 3))])
+def test_biases_of_another_type(logit_bias):
+    message = r"logit_bias must be a dict of numbers by token id, or the pair \(ids, numbers\), got"
+    with pytest.raises(TypeError, match=message):
+        generate(logit_bias=logit_bias)
+
+
+FILES = {
+    "garbage": ("{", "does not hold step times: JSONDecodeError"),
+    "another file": ('{"rows": [1]}', "does not hold step times: KeyError('seconds')"),
+    "a list": ("[1, 2]", "does not hold step times: TypeError"),
+    "falling rows": ('{"rows": [2, 1], "seconds": [1, 2]}', "rows must be ascending integers"),
+    "text": ('{"rows": [1], "seconds": ["a"]}', "StepTimes needs two lists of numbers"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), FILES.values(), ids=FILES)
+def test_files_that_hold_no_step_times(tmp_path, content, message):
+    path = tmp_path / "times.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"times.json .*{re.escape(message)}"):
+        generate(draft="scheduled", step_times=path, stages=1)
+
+
+def test_step_times_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no step times at .*none.json: write some with"):
+        generate(draft="scheduled", step_times=str(tmp_path / "none.json"), stages=1)
+    with pytest.raises(TypeError, match="step_times must be a StepTimes or the path .* got float"):
+        generate(draft="scheduled", step_times=0.5, stages=1)
+
+
+POINTS = {
+    "none": ([], [], "rows and seconds of one length, at least 1, got [0] and [0]"),
+    "a time too few": ([1, 2], [1.0], "of one length, at least 1, got [2] and [1]"),
+    "no lists": (3, 4.0, "of one length, at least 1, got [] and []"),
+    "falling rows": ([2, 1], [1.0, 1.0], "rows must be ascending integers from 1 to"),
+    "the same rows twice": ([2, 2], [1.0, 1.0], "rows must be ascending integers from 1 to"),
+    "no rows": ([0, 1], [1.0, 1.0], "ascending integers from 1 to 2**31 - 1, got [0 1]"),
+    "half a row": ([1.5], [1.0], "ascending integers from 1 to 2**31 - 1, got [1.5]"),
+    "more rows than int32": ([2**31], [1.0], "2**31 - 1, got [2147483648]"),
+    "no time": ([1, 2], [0.0, 1.0], "seconds must be finite and above 0, got [0. 1.]"),
+    "not a number": ([1], [np.nan], "seconds must be finite and above 0, got [nan]"),
+    "for ever": ([1], [np.inf], "seconds must be finite and above 0, got [inf]"),
+    "text": ([1], ["a"], "StepTimes needs two lists of numbers, got [1] and ['a']"),
+}
+
+
+@pytest.mark.parametrize(("rows", "seconds", "message"), POINTS.values(), ids=POINTS)
+def test_points_of_step_times(rows, seconds, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        di.StepTimes.of(rows, seconds)
+
+
+MEASUREMENTS = {
+    "no sequence": (dict(batch=0), "batch must be at least 1, got 0"),
+    "no context": (dict(context=0), "context must be at least 1, got 0"),
+    "half a token": (dict(context=4.5), "context must be an integer, got 4.5"),
+    "context too long": (dict(context=95), "context must be at most 94, to go on within"),
+    "no round": (dict(repeats=0), "repeats must be at least 1, got 0"),
+    "no drafts": (dict(num_drafts=0), "num_drafts must be at least 1, got 0"),
+    "more drafts than the block": (dict(num_drafts=4), "num_drafts must be at most 3"),
+    "no drafter": (dict(stages=0), "measure_step_times: the model has no drafter"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MEASUREMENTS.values(), ids=MEASUREMENTS)
+def test_measure_step_times(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        given = dict(stages=1, batch=2, context=4) | arguments
+        di.measure_step_times(model(given.pop("stages")), **given)
 
 
 def test_stream():
@@ -285,11 +471,18 @@ def test_a_cache_for_fewer_rows_than_a_slot_has():
         di.step(model(), di.init_cache(config(), B, S, S - 1), batch_rows())
 
 
+def test_a_cache_for_drafts_and_a_model_that_makes_none():
+    cache = di.init_cache(config(1), B, S, S, drafts=True)
+    with pytest.raises(ValueError, match="step: the model has no drafter"):
+        di.step(model(), cache, batch_rows())
+
+
 CACHES = {
     "slots": (dict(slots=0), "init_cache: slots must be at least 1, got 0"),
     "capacity": (dict(capacity=0), "init_cache: capacity must be at least 1, got 0"),
     "rows": (dict(rows_per_slot=0), "init_cache: rows_per_slot must be at least 1, got 0"),
     "storage": (dict(storage="zip"), "init_cache: storage must be one of"),
+    "drafts": (dict(drafts=True), "init_cache: drafts=True, but the configuration has no drafter"),
     "page": (
         dict(page=7),
         "page must be a multiple of every compression ratio, got page=7 with ratio 2 in layer 0",

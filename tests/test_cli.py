@@ -17,7 +17,8 @@ from deepinfer_jax import cli, testing
 
 ROOT = Path(__file__).parent.parent
 STATS = re.compile(
-    r"load \d+\.\d s, compile \d+\.\d s, generate \d+\.\d s: (\d+) tokens, \d+\.\d tokens/s\n"
+    r"load \d+\.\d s, compile \d+\.\d s, generate \d+\.\d s: (\d+) tokens, \d+\.\d tokens/s"
+    r"(?:, (\d+\.\d\d) tokens/step)?\n"
 )
 
 
@@ -54,7 +55,19 @@ def test_generate_writes_text_to_stdout_and_times_to_stderr(checkpoint, expected
     done = run("generate", "abc", "--model", checkpoint, *HOT)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode() == f"abc{expected}\n"
-    assert STATS.fullmatch(done.stderr.decode()).group(1) == "16"
+    assert STATS.fullmatch(done.stderr.decode()).groups() == ("16", None)
+
+
+def test_drafts_give_the_same_text_in_fewer_steps(checkpoint, expected, tmp_path, capsys):
+    times = tmp_path / "times.json"
+    di.StepTimes.of([8, 16], [1.0, 1.1]).save(times)
+    drafts = ["--draft", "scheduled", "--step-times", str(times)]
+    assert cli.main(["generate", "abc", "--model", str(checkpoint), *HOT, *drafts]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"abc{expected}\n"
+    tokens, per_step = STATS.fullmatch(shown.err).groups()
+    # Drafter and model share the noise, which decides nearly alone at this temperature.
+    assert tokens == "16" and float(per_step) > 1.5
 
 
 class Pieces(list):
@@ -114,21 +127,48 @@ def test_what_may_be_a_stop_is_kept_back(text, stops, ended, shown):
 
 def test_options_reach_the_sampler(monkeypatch, capsys):
     class Fake:
-        def __init__(self, model, numerics):
-            self.made = model, numerics.dtype
+        def __init__(self, model, numerics, draft, step_times):
+            self.made = model, numerics.dtype, draft, step_times
 
         def stream(self, prompt, params, burst):
             asked.append((*self.made, prompt, params))
-            yield di.Completion(prompt, " there", [5, 6], [0.0, 0.0], "stop", params.seed)
+            yield di.Completion(
+                prompt, " there", [5, 6, 7], [0.0] * 3, [0.0] * 3, None, None, "stop", 8, 0, steps=2
+            )
 
     asked = []
     monkeypatch.setattr(cli, "LLM", Fake)
-    options = "--model m --max-tokens 9 --temperature 0.5 --top-p 0.25 --top-k 3 --seed 8"
-    assert cli.main(["generate", "hi", *options.split(), "--dtype", "float32"]) == 0
-    params = di.SamplingParams(temperature=0.5, top_p=0.25, top_k=3, max_tokens=9, seed=8)
-    assert asked == [("m", "float32", "hi", params)] * 2
+    values = dict(
+        max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125,
+        repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.75, seed=8,
+    )  # fmt: skip
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    options += "--model m --dtype float32 --draft fixed --step-times t".split()
+    assert cli.main(["generate", "hi", *options]) == 0
+    assert asked == [("m", "float32", "fixed", "t", "hi", di.SamplingParams(**values))] * 2
     shown = capsys.readouterr()
-    assert shown.out == "hi there\n" and STATS.fullmatch(shown.err).group(1) == "2"
+    assert shown.out == "hi there\n" and STATS.fullmatch(shown.err).groups() == ("3", "1.50")
+
+    assert cli.main(["generate", "hi"]) == 0
+    usual = di.SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=0)
+    assert asked[2:] == [("tiny", "bfloat16", None, None, "hi", usual)] * 2
+    assert STATS.fullmatch(capsys.readouterr().err).groups() == ("3", None)
+
+
+def test_measure_prints_and_writes_step_times(checkpoint, tmp_path, monkeypatch, capsys):
+    def measured(model, batch, context):
+        asked.append((model.numerics.dtype, model.config, batch, context))
+        return di.StepTimes.of([8, 16], [0.25, 0.5])
+
+    asked = []
+    monkeypatch.setattr(cli, "measure_step_times", measured)
+    out = tmp_path / "times.json"
+    options = ["--model", str(checkpoint), "--dtype", "float32", "--out", str(out)]
+    assert cli.main(["measure", *options, "--batch", "3", "--context", "40"]) == 0
+    assert asked == [("float32", small_config(), 3, 40)]
+    assert di.StepTimes.load(out).seconds.tolist() == [0.25, 0.5]
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table == [["rows", "milliseconds"], ["8", "250.000"], ["16", "500.000"]]
 
 
 def numbers(text: str) -> dict[str, str]:
@@ -176,6 +216,13 @@ def test_info_needs_only_a_configuration(tmp_path, capsys, by_folder):
         ("generate x --temperature -1", "temperature must be a finite float32 number of at least"),
         ("generate x --max-tokens 0", "max_tokens must be at least 1, got 0"),
         ("generate x --seed -1", "seed must be in [0, 2**32), got -1"),
+        ("generate x --min-tokens 65", "min_tokens must be from 0 to max_tokens = 64, got 65"),
+        ("generate x --min-p 2", "min_p must be in [0, 1], got 2.0"),
+        ("generate x --step-times t", "step_times means nothing without drafts: give draft"),
+        ("generate x --draft scheduled --step-times t", "no step times at t: write some with"),
+        ("measure --out nowhere/t.json", "--out: there is no folder nowhere"),
+        ("measure --out t.json --batch 0", "batch must be at least 1, got 0"),
+        ("measure --out t.json --context 9000", "context must be at most "),
         ("generate x --max-tokens 9000", "prompt 0 has 2 tokens and asks for up to 9000 more"),
     ],
 )
@@ -205,17 +252,18 @@ def test_broken_files_are_an_error_without_a_traceback(checkpoint, tmp_path):
     assert done.stderr.startswith(b"deepinfer-jax: error: ") and b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["info"], ["measure"]])
 def test_help_has_examples_that_parse(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
+        cli.main([*arguments, "--help"])
     assert ended.value.code == 0
     examples = capsys.readouterr().out.split("examples:\n")[1].splitlines()
     assert len(examples) >= 2
     for example in examples:
         words = shlex.split(example)
         assert words[0] == "deepinfer-jax"
-        assert cli._parser().parse_args(words[1:]).command in (cli._generate, cli._info)
+        command = cli._parser().parse_args(words[1:]).command
+        assert command in (cli._generate, cli._info, cli._measure)
 
 
 def test_no_command_is_an_error(capsys):

@@ -14,7 +14,8 @@ import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import testing
-from deepinfer_jax.decoding.sampling import noise, process
+from deepinfer_jax.decoding.distribution import process
+from deepinfer_jax.decoding.noise import noise
 from deepinfer_jax.model.engram_tables import token_map
 
 B, S, N = 3, 40, 12
@@ -88,11 +89,11 @@ def with_weight(change, **paths):
 
 @functools.cache
 def plain_loop():
-    """New tokens and log-probabilities, one `forward` of everything for each token."""
+    """New tokens and both log-probabilities, one `forward` of everything for each token."""
     tokens = np.full((B, S + N), PAD, np.int32)
     tokens[:, :S] = prompts()
     lengths = LENGTHS.copy()
-    chosen, scores, everyone = [], [], np.arange(B)
+    chosen, scores, everyone = [], ([], []), np.arange(B)
     for _ in range(N):
         logits = di.forward(model(), tokens, lengths).logits[everyone, lengths - 1]
         kept = np.asarray(process(logits, MIXED))
@@ -101,22 +102,25 @@ def plain_loop():
         token = np.where(greedy, kept, kept + luck).argmax(axis=-1)
         wide = np.asarray(logits, np.float64)
         softmax = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-        scores.append(np.where(greedy, softmax, kept)[everyone, token])
+        for kind, values in zip(scores, (softmax, kept), strict=True):
+            kind.append(values[everyone, token])
         chosen.append(token)
         tokens[everyone, lengths] = token
         lengths = lengths + 1
-    return np.stack(chosen, axis=1), np.stack(scores, axis=1)
+    return np.stack(chosen, axis=1), *(np.stack(kind, axis=1) for kind in scores)
 
 
 def test_tokens_are_those_of_a_plain_loop_over_forward():
-    tokens, _ = plain_loop()
+    tokens, *_ = plain_loop()
     assert np.array_equal(usual().tokens, tokens)
     assert all(len(set(row)) > 3 for row in tokens.tolist())  # not one token again and again
     assert (usual().lengths == N).all() and (usual().finish == di.Finish.LENGTH).all()
 
 
 def test_logprobs_are_the_log_softmax_of_forward():
-    np.testing.assert_allclose(usual().logprobs, plain_loop()[1], atol=2e-6, rtol=0)
+    _, raw, processed = plain_loop()
+    np.testing.assert_allclose(usual().logprobs, raw, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(usual().processed_logprobs, processed, atol=2e-6, rtol=0)
 
 
 def test_steps_are_counted():

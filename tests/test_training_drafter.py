@@ -101,14 +101,15 @@ def test_a_block_sees_its_window_and_no_other_block():
 
 
 def test_loss_is_the_one_written_out():
-    rng, decay = np.random.default_rng(62), 0.7
+    rng = np.random.default_rng(62)
     drafted, target = (rng.standard_normal((6, BLOCK, 11)).astype(np.float32) for _ in range(2))
-    labels = rng.integers(0, 11, (6, BLOCK))
     logit = rng.standard_normal((6, BLOCK)).astype(np.float32)
-    total, terms = train_drafter.objective(drafted, target, labels, logit, decay)
+    total, terms = train_drafter.objective(
+        drafted, target, logit, train_drafter.Weights(0.3, 0.8, 0.7)
+    )
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (target, drafted))
     overlap, sure = np.minimum(p, q).sum(-1), 1 / (1 + np.exp(-logit))
-    token = -np.log(np.take_along_axis(q, labels[..., None], -1)[..., 0])
+    token = -(p * np.log(q)).sum(-1)
     surprise = -overlap * np.log(sure) - (1 - overlap) * np.log(1 - sure)
     distance = 2 * (1 - overlap)
     weight = np.array([1, 0.7, 0.49, 0.343])
@@ -116,25 +117,24 @@ def test_loss_is_the_one_written_out():
     expected = [(weight * x).mean() for x in (token, distance, surprise)]
     np.testing.assert_allclose(terms[:3], expected, rtol=1e-5)
     np.testing.assert_allclose(terms.accepted, overlap.mean(axis=0), rtol=1e-5)
-    np.testing.assert_allclose(total, np.dot([0.1, 0.9, 1], expected), rtol=1e-5)
+    np.testing.assert_allclose(total, np.dot([0.3, 0.8, 1], expected), rtol=1e-5)
 
 
 def test_rows_of_a_block_meet_the_scores_and_tokens_of_their_positions(monkeypatch):
-    def objective(*inputs):
-        return jnp.float32(0), train_drafter.Loss(*inputs)
+    def objective(drafted, target, confidence, weights):
+        return jnp.float32(0), train_drafter.Loss(drafted, target, confidence, None, None)
 
     monkeypatch.setattr(train_drafter, "objective", objective)
     specs, target = parameter_specs(model().config), read().logits
     _, seen = jax.jit(
-        lambda *a: train_drafter.loss({}, model(), specs, features(), *a, decay=None)
-    )(target, TOKENS, ANCHORS)
-    drafted, given, labels, confidence, _ = seen._replace(load=None)
+        lambda *a: train_drafter.loss({}, model(), specs, features(), *a, weights=None)
+    )(target, TEXT, ANCHORS)
+    drafted, given, confidence = seen[:3]
     sequence = np.repeat(np.arange(B), ANCHORS.shape[1])[:, None]
     row = (ANCHORS[..., None] + np.arange(BLOCK)).reshape(-1, BLOCK)
     np.testing.assert_array_equal(given, target[sequence, row])
-    np.testing.assert_array_equal(labels, TOKENS[sequence, row + 1])
     block = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), blocks(features(), TEXT, ANCHORS))
-    scores, logit = jax.jit(markov_step)(model(), *block, TOKENS[sequence, row].reshape(-1))
+    scores, logit = jax.jit(markov_step)(model(), *block, TEXT[sequence, row].reshape(-1))
     np.testing.assert_allclose(drafted.reshape(scores.shape), scores, **CLOSE)
     np.testing.assert_allclose(confidence.reshape(-1), logit, **CLOSE)
 
@@ -146,9 +146,9 @@ def test_every_weight_of_the_drafter_learns_and_no_other_changes(monkeypatch):
     monkeypatch.setattr(sys.modules["train"], "WEIGHT_DECAY", 0.0)
     served = model(di.Numerics(), stages=1)
     before = named_parameters(served)
-    size = train_drafter.Size(windows=2, length=24, anchors=4)
+    size = train_drafter.Size(windows=2, length=24, anchors=4, updates=2)
     corpus = TOKENS.reshape(-1).astype(np.uint16)
-    trained = train_drafter.train(served, corpus, 1e-9, 0.02, 0, size, 1.0)
+    trained = train_drafter.train(served, corpus, 1e-9, 0.02, 0, size, train_drafter.Weights())
     after = named_parameters(trained)
     assert list(after) == list(before)
     for name, weight in after.items():

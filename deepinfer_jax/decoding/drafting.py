@@ -17,7 +17,7 @@ from deepinfer_jax.decoding.adjustments import Seen, adjust
 from deepinfer_jax.decoding.distribution import GREEDY_BELOW, draw, process
 from deepinfer_jax.decoding.noise import Purpose
 from deepinfer_jax.decoding.request import Request
-from deepinfer_jax.decoding.speculative import Proposal
+from deepinfer_jax.decoding.speculative import Proposal, draft_number
 from deepinfer_jax.model.drafter import acceptance, draft_block, markov_step
 from deepinfer_jax.model.transformer import Transformer
 
@@ -78,10 +78,11 @@ def dspark(
             jnp.zeros((B, 0), jnp.int32),
         )  # fmt: skip
         log_probs = process(scores[:, 0], request.sampling)
-        token = draw(
-            log_probs, greedy, request.seeds, anchors.position + 1 + k, request.sample,
-            Purpose.TARGET if shared else Purpose.DRAFT,
-        )  # fmt: skip
+        if shared:
+            number, purpose = anchors.position + 1 + k, Purpose.TARGET
+        else:
+            number, purpose = draft_number(anchors.position, k, n), Purpose.DRAFT
+        token = draw(log_probs, greedy, request.seeds, number, request.sample, purpose)
         # A draft that is no token is never accepted, and nor is any behind it.
         seen = seen.add(token[:, None], (token >= 0)[:, None])
         result = token, acceptance(confidence), None if shared else log_probs

@@ -39,12 +39,21 @@ def measure_step_times(
         What `generate(draft="scheduled", step_times=...)` takes; `save` keeps it.
 
     Raises:
-        ValueError: a count below one, a model without a drafter, more drafts than its block.
+        ValueError: a count below one, a context too long to go on from, a model without a drafter,
+            more drafts than its block.
     """
     batch = inputs.whole_number(batch, "batch")
     context = inputs.whole_number(context, "context")
     repeats = inputs.whole_number(repeats, "repeats")
+    if model.mtp is None:
+        raise ValueError("measure_step_times: the model has no drafter, so there is no choice")
     vocab, block = model.config.vocab_size, model.config.dspark_block_size
+    longest = model.config.max_position_embeddings - block - 3
+    if context > longest:
+        raise ValueError(
+            f"context must be at most {longest}, to go on within the model's "
+            f"max_position_embeddings, got {context}"
+        )
     tokens = np.random.default_rng(0).integers(0, vocab, (batch, context), dtype=np.int32)
     model, request, shape = prepare(
         model, tokens, None, max_new_tokens=block + 3, ignore_eos=True, draft="scheduled",

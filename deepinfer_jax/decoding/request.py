@@ -117,7 +117,7 @@ def prepare(
         )
     forced = _forced(forced, config, prompts, N)
     seeds = _seeds(seeds, key, prompts)
-    sample = inputs.per_sequence(sample, prompts, jnp.int32, "sample")
+    sample = _first_samples(sample, n, prompts)
     per_prompt = (tokens, lengths, seeds, sample, limit, sampling.broadcast(prompts))
     per_prompt += (Adjustments(bias_ids, bias, stops, min_new, forced),)
     if n > 1:
@@ -215,18 +215,31 @@ def _seeds(seeds, key, prompts: int) -> jax.Array:
     return inputs.per_sequence(seeds, prompts, jnp.uint32, "seeds")
 
 
+def _first_samples(sample, n: int, prompts: int) -> jax.Array:
+    """Number of each prompt's first sample."""
+    numbers = inputs.per_sequence(sample, prompts, jnp.int32, "sample")
+    if inputs.is_known(sample):
+        known, most = np.asarray(sample), 2**31 - n
+        if known.min() < 0 or known.max() > most:
+            raise ValueError(
+                f"sample must be between 0 and {most}, got {known.min()} to {known.max()}"
+            )
+    return numbers
+
+
 def _count(values, least: int, most: int, prompts: int, name: str, default: int) -> jax.Array:
     """A number of tokens for each sequence; clipped where the values are not known yet."""
     if values is None:
         return jnp.full(prompts, default, jnp.int32)
+    counts = inputs.per_sequence(values, prompts, jnp.int32, name)
     if inputs.is_known(values):
-        known = inputs.integers(values, name)
+        known = np.asarray(values)
         if known.min() < least or known.max() > most:
             raise ValueError(
                 f"{name} must be between {least} and max_new_tokens = {most}, "
                 f"got {known.min()} to {known.max()}"
             )
-    return jnp.clip(inputs.per_sequence(values, prompts, jnp.int32, name), least, most)
+    return jnp.clip(counts, least, most)
 
 
 def _stops(stop_ids, ignore_eos: bool, config: Config, prompts: int) -> jax.Array:
@@ -240,19 +253,39 @@ def _bias(logit_bias, config: Config, prompts: int) -> tuple[jax.Array, jax.Arra
     """Token ids and biases, [B, K] each."""
     if isinstance(logit_bias, Mapping):
         logit_bias = (list(logit_bias), list(logit_bias.values()))
-    ids, bias = ((), ()) if logit_bias is None else logit_bias
+    logit_bias = ((), ()) if logit_bias is None else logit_bias
+    if not isinstance(logit_bias, (tuple, list)) or len(logit_bias) != 2:
+        raise TypeError(
+            "logit_bias must be a dict of numbers by token id, or the pair (ids, numbers), got "
+            f"{type(logit_bias).__name__}"
+        )
+    ids, bias = logit_bias
     ids = _token_lists(ids, "logit_bias", "K", config, prompts)
-    array = _array_module(bias)
+    array, known = _array_module(bias), inputs.is_known(bias)
+    if known:
+        bias = _known_biases(bias)
     bias = array.asarray(bias, np.float32)
     if bias.shape not in (ids.shape, ids.shape[1:]):
         raise ValueError(
             f"logit_bias must have a number for each of its token ids {list(ids.shape)}, got "
             f"{list(bias.shape)}"
         )
-    if inputs.is_known(bias) and not (bias < np.inf).all():
-        raise ValueError("logit_bias must be finite, or -inf to ban a token, got NaN or inf")
     bias = array.broadcast_to(bias, ids.shape)
     return _padded(ids), _padded(bias, fill=0)
+
+
+def _known_biases(bias) -> np.ndarray:
+    try:
+        bias = np.asarray(bias, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias must have rectangular lists of numbers, got {bias}") from None
+    wrong = bias[~((np.abs(bias) <= np.finfo(np.float32).max) | (bias == -np.inf))]
+    if wrong.size:
+        raise ValueError(
+            "a number of logit_bias must be finite in float32, or -inf to ban a token, got "
+            f"{wrong[0]}"
+        )
+    return bias
 
 
 def _forced(forced, config: Config, prompts: int, N: int) -> jax.Array:

@@ -40,14 +40,22 @@ class StepTimes:
         Raises:
             ValueError: not two lists of one length, rows that do not ascend, times not above 0.
         """
-        rows, seconds = np.asarray(rows), np.asarray(seconds, np.float32)
+        try:
+            rows, seconds = np.asarray(rows), np.asarray(seconds, np.float32)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"StepTimes needs two lists of numbers, got {rows} and {seconds}"
+            ) from None
         if rows.ndim != 1 or rows.shape != seconds.shape or not rows.size:
             raise ValueError(
                 "StepTimes needs rows and seconds of one length, at least 1, got "
                 f"{list(rows.shape)} and {list(seconds.shape)}"
             )
-        if not np.issubdtype(rows.dtype, np.integer) or rows[0] < 1 or (np.diff(rows) < 1).any():
-            raise ValueError(f"StepTimes.rows must be ascending integers from 1 up, got {rows}")
+        ascending = np.issubdtype(rows.dtype, np.integer) and (np.diff(rows) > 0).all()
+        if not ascending or rows[0] < 1 or rows[-1] >= 2**31:
+            raise ValueError(
+                f"StepTimes.rows must be ascending integers from 1 to 2**31 - 1, got {rows}"
+            )
         if not (np.isfinite(seconds) & (seconds > 0)).all():
             raise ValueError(f"StepTimes.seconds must be finite and above 0, got {seconds}")
         return cls(jnp.asarray(rows, jnp.int32), jnp.asarray(np.maximum.accumulate(seconds)))
@@ -56,9 +64,9 @@ class StepTimes:
     def assumed(cls, batch: int, drafts: int, tile: int | None) -> "StepTimes":
         """Points for a machine that has not been measured.
 
-        Rows in tiles cost time in proportion on top of a fixed part. Without tiles a round
-        reads all weights whatever it does, so twice the rows are taken to cost a tenth more.
-        Measure (`measure_step_times`) where it matters.
+        Rows in tiles cost time in proportion, on top of a fixed part as large as one tile's. Without
+        tiles a round reads all weights whatever it does; the larger of its two programs is taken to
+        cost a twentieth more. Measure (`measure_step_times`) where it matters.
 
         Args:
             batch: B.
@@ -80,10 +88,13 @@ class StepTimes:
         """
         try:
             raw = json.loads(Path(path).read_text())
-            points = raw["rows"], raw["seconds"]
+            return cls.of(raw["rows"], raw["seconds"])
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"no step times at {path}: write some with measure_step_times(...).save(path)"
+            ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} does not hold step times: {error!r}") from error
-        return cls.of(*points)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the points as JSON; the file is complete or not there."""
@@ -131,7 +142,7 @@ def allocate(
     Returns:
         int32 [B]. Equal probabilities: the lower sequence first.
     """
-    gains = jnp.sort(earlier.reshape(-1), descending=True)
+    gains = jnp.sort(jnp.where(ready[:, None], earlier, 0).reshape(-1), descending=True)
     expected = ready.sum() + jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])
     budget = jnp.argmax(expected / times.at(rows + jnp.arange(gains.shape[0] + 1)))
     order = jnp.argsort(survival.reshape(-1), descending=True, stable=True)

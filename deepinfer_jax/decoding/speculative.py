@@ -45,6 +45,23 @@ class Verdict(NamedTuple):
     accepted: jax.Array
 
 
+def draft_number(anchor: jax.Array, k: jax.Array, n: int) -> jax.Array:
+    """What takes the position's place in the noise of a draft that is judged by rejection.
+
+    After a rejection the next block covers the same positions again. With the same noise it would
+    draw tokens that the last round's confidences have seen, and those decide how many are verified.
+
+    Args:
+        anchor: int32 [B], position of the anchor.
+        k: int32 [], place in the block.
+        n: drafts of a block.
+
+    Returns:
+        int32 [B], another number for every anchor and place.
+    """
+    return anchor * n + k
+
+
 def judge_shared(choices: jax.Array, drafts: jax.Array, quota: jax.Array) -> Verdict:
     """Keep drafts while they are the target's choice.
 
@@ -100,9 +117,8 @@ def judge_rejection(
         left.reshape(-1, left.shape[2]), rows(greedy), *named, rows(sample), Purpose.RESIDUAL
     ).reshape(drafts.shape)
     place = jnp.arange(n)
-    rejected = (place == accepted[:, None]) & (place < quota[:, None])
-    # A row whose distribution is not one gives no token, whatever was drawn from it.
-    replacements = jnp.where(choices[:, :n] < 0, -1, replacements)
+    # A -1 was drawn from no distribution: the target's own choice stands there.
+    rejected = (place == accepted[:, None]) & _verified(drafts, quota)
     tokens = jnp.where(rejected, replacements, choices[:, :n])
     tokens = jnp.where(place < accepted[:, None], drafts, tokens)
     return Verdict(jnp.concatenate([tokens, choices[:, n:]], axis=1), accepted)
