@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NARROWEST = 16
-_SHORTEST_LIST = 8
 # What a decoder writes for bytes that are no character, or not yet one.
 _BROKEN = "\ufffd"
 
@@ -299,8 +298,7 @@ class LLM:
             {**(r.params.logit_bias or {}), **dict.fromkeys(r.params.banned_token_ids, -np.inf)}
             for r in rows
         ]
-        # Never empty, so that the first bias compiles nothing.
-        K = _bucket(max(map(len, biases)), _SHORTEST_LIST)
+        K = _bucket(max(map(len, biases)), 1)
         fewest = [min(r.params.min_tokens, limit) for r, limit in zip(rows, limits, strict=True)]
         # All that may be asked for or nothing, so that two programs do.
         alternatives = any(r.params.logprobs for r in batch)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import deepinfer_jax as di
 from deepinfer_jax import testing
@@ -24,7 +25,7 @@ from deepinfer_jax.decoding.distribution import GREEDY_BELOW, draw, process
 from deepinfer_jax.decoding.generate import _result
 from deepinfer_jax.decoding.noise import Purpose
 from deepinfer_jax.decoding.request import prepare
-from deepinfer_jax.decoding.speculative import Proposal, Verdict
+from deepinfer_jax.decoding.speculative import Proposal, Verdict, draft_number
 from deepinfer_jax.model.engram_tables import token_map
 from deepinfer_jax.rows import Rows
 
@@ -363,28 +364,30 @@ def test_a_planted_mistake_changes_the_text(mistake):
 # --- A drafter that is the target -----------------------------------------------------------------
 
 
-def self_draft(model, cache, anchors, seen, request, n, coupling):
+def self_draft(model, cache, anchors, seen, request, n, coupling, flatter=1.0):
     """The target itself, run token by token; its rows are taken back as always."""
-    slot = jnp.where(anchors.ready, jnp.arange(B), -1)
+    batch = anchors.tokens.shape[0]
+    slot = jnp.where(anchors.ready, jnp.arange(batch), -1)
     token, ahead, tokens, log_probs = anchors.tokens, cache, [], []
     greedy = request.sampling.temperature < GREEDY_BELOW
     purpose = Purpose.TARGET if coupling == "shared" else Purpose.DRAFT
     for k in range(n):
-        rows = Rows(token, slot, anchors.position + k, jnp.zeros(B, bool))
+        rows = Rows(token, slot, anchors.position + k, jnp.zeros(batch, bool))
         hidden, ahead, _ = di.step(model, ahead, rows)
         scores = adjust(
             di.logits(model, hidden)[:, None], request.sampling, request.adjustments, seen,
-            anchors.count + k, jnp.zeros((B, 0), jnp.int32),
+            anchors.count + k, jnp.zeros((batch, 0), jnp.int32),
         )  # fmt: skip
-        log_probs.append(process(scores[:, 0], request.sampling))
-        token = draw(
-            log_probs[-1], greedy, request.seeds, anchors.position + 1 + k, request.sample, purpose
-        )
+        log_probs.append(process(scores[:, 0] / flatter, request.sampling))
+        number = anchors.position + 1 + k
+        if coupling == "rejection":
+            number = draft_number(anchors.position, k, n)
+        token = draw(log_probs[-1], greedy, request.seeds, number, request.sample, purpose)
         seen = seen.add(token[:, None], (token >= 0)[:, None])
         tokens.append(token)
     tokens = jnp.where(anchors.ready[:, None], jnp.stack(tokens, axis=1), -1)
     drawn_from = None if coupling == "shared" else jnp.stack(log_probs, axis=1)
-    return Proposal(tokens, jnp.ones((B, n), jnp.float32), drawn_from), cache
+    return Proposal(tokens, jnp.ones((batch, n), jnp.float32), drawn_from), cache
 
 
 @pytest.mark.parametrize("coupling", ["shared", "rejection"])
@@ -408,6 +411,46 @@ def test_a_drafter_that_is_the_target_is_always_right(coupling):
         assert_same(found, undrafted())
     else:
         assert_same(found, undrafted(), [0, 3])  # greedy sequences know no chance
+
+
+@pytest.mark.slow
+def test_rejection_in_the_loop_gives_texts_as_often_as_plain_sampling():
+    """Three new tokens of three likely ones each: how often each of the texts comes."""
+    batch, calls = 512, 40
+    tokens = np.repeat(prompts()[:1, :6], batch, axis=0)
+    arguments = dict(max_new_tokens=3, sampling=di.Sampling(0.9, top_k=3), ignore_eos=True)
+
+    def request_of(seeds, **drafting):
+        return prepare(model(), tokens, None, seeds=seeds, **arguments, **drafting)
+
+    _, _, shape = request_of(np.arange(batch), draft="fixed", coupling="rejection", num_drafts=2)
+
+    @jax.jit
+    def rejecting(model, request):
+        with in_place(dspark=functools.partial(self_draft, flatter=2.0)):
+            state = loop.run(model, loop.initial(model, request, shape), shape, None)
+        return _result(state, 2)
+
+    texts, accepted, judged = {"plain": [], "rejection": []}, 0, 0
+    for call in range(calls):
+        # Other seeds for each, so that the two samples are independent.
+        seeds = np.arange(batch, dtype=np.uint32) + 2 * call * batch
+        ready, request, _ = request_of(
+            seeds, draft="fixed", coupling="rejection", num_drafts=2
+        )
+        found = rejecting(ready, request)
+        accepted += int(found.stats.accepted.sum())
+        judged += int(found.stats.judged.sum())
+        texts["rejection"].append(np.asarray(found.tokens))
+        plain = di.generate(model(), tokens, seeds=seeds + np.uint32(batch), **arguments)
+        texts["plain"].append(np.asarray(plain.tokens))
+    assert 0.5 < accepted / judged < 0.97  # some are accepted, some are not
+    both = np.concatenate([*texts["plain"], *texts["rejection"]])
+    _, kind = np.unique(both, axis=0, return_inverse=True)
+    half = batch * calls
+    table = [np.bincount(k, minlength=kind.max() + 1) for k in (kind[:half], kind[half:])]
+    assert kind.max() > 8
+    assert stats.chi2_contingency(table).pvalue > 1e-3
 
 
 # --- The model's own drafter ----------------------------------------------------------------------

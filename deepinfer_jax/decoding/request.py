@@ -30,7 +30,7 @@ _ROUND_ROWS = {"cpu": 64}
 _ROUND_ROWS_ACCELERATOR = 4096
 # Index scores of a round, rows times the capacity they are held for.
 _SCORES = 1 << 28
-# Lists of tokens are padded to a multiple of this.
+# Lists of tokens are padded to a multiple of this, and to this if they are empty.
 _LIST_WIDTH = 8
 
 
@@ -326,6 +326,6 @@ def _array_module(values):
 def _padded(lists, fill=-1, width: int | None = None) -> jax.Array:
     """Lists [B, K] with K a multiple of few widths, on the device."""
     K = lists.shape[1]
-    missing = -K % _LIST_WIDTH if width is None else width - K
+    width = max(1, -(-K // _LIST_WIDTH)) * _LIST_WIDTH if width is None else width
     array = _array_module(lists)
-    return jnp.asarray(array.pad(lists, ((0, 0), (0, missing)), constant_values=fill))
+    return jnp.asarray(array.pad(lists, ((0, 0), (0, width - K)), constant_values=fill))

@@ -64,9 +64,9 @@ class StepTimes:
     def assumed(cls, batch: int, drafts: int, tile: int | None) -> "StepTimes":
         """Points for a machine that has not been measured.
 
-        Rows in tiles cost time in proportion, on top of a fixed part as large as one tile's. Without
-        tiles a round reads all weights whatever it does; the larger of its two programs is taken to
-        cost a twentieth more. Measure (`measure_step_times`) where it matters.
+        Rows in tiles cost time in proportion, on top of a fixed part as large as one tile's.
+        Without tiles a round reads all weights whatever it does; the larger of its two programs is
+        taken to cost a twentieth more. Measure (`measure_step_times`) where it matters.
 
         Args:
             batch: B.

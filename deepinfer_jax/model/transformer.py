@@ -145,7 +145,10 @@ def step(
     seen: dict[str, Any] = {}
     drafts = len(cache.window) > config.num_hidden_layers
     if model.mtp is None and (drafts or "draft" in show):
-        raise ValueError("step: the model has no drafter, so nothing can be kept or shown for it")
+        raise ValueError(
+            "step: the model has no drafter to keep or show anything for: make the cache without "
+            "drafts=True, and do not ask for the capture 'draft'"
+        )
     inside = show | {"draft"} if drafts else show
 
     if embeddings is None:
