@@ -22,6 +22,7 @@ import deepinfer_jax as di
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"code": "deepinfer_jax/**/*.py", "prose": "**/*.md"}
+DRAFTS = ["none", "fixed", "scheduled"]
 PROMPT, NEW_TOKENS = 64, 96
 
 
@@ -35,16 +36,15 @@ def prompts(llm: di.LLM, kind: str, count: int) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def programs(model: di.Transformer, batch: int) -> dict[str, dict]:
+def programs(model: di.Transformer, batch: int, names: list[str], measured: bool) -> dict:
     """Arguments of `generate` by name, the schedule with times measured for it."""
-    times = di.measure_step_times(model, batch, PROMPT + NEW_TOKENS // 2)
-    points = dict(zip(times.rows.tolist(), (1e3 * times.seconds).round(2).tolist(), strict=True))
-    print(f"batch {batch}: milliseconds of a round by rows {points}", flush=True)
-    return {
-        "none": dict(draft=None),
-        "fixed": dict(draft="fixed"),
-        "scheduled": dict(draft="scheduled", step_times=times),
-    }
+    arguments = {name: dict(draft=None if name == "none" else name) for name in names}
+    if "scheduled" in names and measured:
+        times = di.measure_step_times(model, batch, PROMPT + NEW_TOKENS // 2)
+        points = zip(times.rows.tolist(), (1e3 * times.seconds).round(2).tolist(), strict=True)
+        print(f"batch {batch}: milliseconds of a round by rows {dict(points)}", flush=True)
+        arguments["scheduled"]["step_times"] = times
+    return arguments
 
 
 def measure(model, tokens, temperature: float, arguments: dict[str, dict], repeats: int) -> dict:
@@ -59,7 +59,7 @@ def measure(model, tokens, temperature: float, arguments: dict[str, dict], repea
         return jax.block_until_ready(result), time.perf_counter() - began
 
     first = {name: call(options) for name, options in arguments.items()}
-    plain = np.asarray(first["none"][0].tokens)
+    plain = np.asarray(next(iter(first.values()))[0].tokens)
     seconds = {name: [] for name in arguments}
     for _ in range(repeats):
         for name, options in arguments.items():
@@ -69,7 +69,7 @@ def measure(model, tokens, temperature: float, arguments: dict[str, dict], repea
         same = float((np.asarray(result.tokens) == plain).mean())
         if jax.default_backend() == "cpu":
             assert same == 1, f"{name} changes the text"
-        times = seconds[name]
+        times = seconds[name] or [compiled]
         figures[name] = dict(
             first_call_s=compiled,
             tokens_per_s=plain.size / statistics.median(times),
@@ -86,26 +86,31 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=DRAFTS)
+    parser.add_argument("--repeats", type=int, default=5, help="0: only compile")
+    parser.add_argument(
+        "--assumed-times", action="store_true", help="schedule without measuring rounds first"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     llm = di.LLM("tiny")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     rows = []
     for batch in options.batches:
-        arguments = programs(llm.model, batch)
+        arguments = programs(llm.model, batch, options.drafts, not options.assumed_times)
         for kind in options.kinds:
             for temperature in options.temperatures:
                 tokens = prompts(llm, kind, batch)
                 figures = measure(llm.model, tokens, temperature, arguments, options.repeats)
-                plain = figures["none"]["tokens_per_s"]
+                plain = next(iter(figures.values()))["tokens_per_s"]
                 for name, row in figures.items():
                     rows.append(dict(batch=batch, kind=kind, temperature=temperature, draft=name)
                                 | row)  # fmt: skip
                     print(
                         f"batch {batch:3d}  {kind:5s}  temperature {temperature:.1f}  {name:9s} "
-                        f"{row['tokens_per_s']:9.0f} tokens/s ({row['tokens_per_s'] / plain:.2f}x, "
-                        f"spread {row['spread']:.0%})  {row['tokens_per_step']:.2f} tokens a step  "
+                        f"{row['tokens_per_s']:9.0f} tokens/s ({row['tokens_per_s'] / plain:.2f}x "
+                        f"{options.drafts[0]}, spread {row['spread']:.0%})  "
+                        f"{row['tokens_per_step']:.2f} tokens a step  "
                         f"first call {row['first_call_s']:.1f} s  same tokens {row['same']:.3f}",
                         flush=True,
                     )

@@ -1,12 +1,15 @@
 """What must also hold on a GPU, with its larger row tiles. Run with `-m gpu` on such a machine."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_files import case, relative_error
+from test_generate import inside_loops
 
 import deepinfer_jax as di
 
@@ -68,3 +71,46 @@ def test_any_cut_gives_the_same_bits(dtype):
     fast = model.with_numerics(dataclasses.replace(numerics, reproducible=False))
     error = relative_error(np.asarray(di.forward(fast, text[None]).logits)[0], expected)
     assert error < (1e-5 if dtype == "float32" else 0.2)
+
+
+def prompts(model, batch, length=24):
+    """Pieces of Python, as the model likes them, so that drafts are accepted."""
+    text = (Path(di.__file__).parent / "decoding" / "loop.py").read_text()
+    ids = np.array(di.load_tokenizer("tiny").encode(text).ids, np.int32)
+    return ids[np.linspace(1, len(ids) - length, batch).astype(int)[:, None] + np.arange(length)]
+
+
+@pytest.mark.parametrize("draft", ["fixed", "scheduled"])
+def test_drafts_give_the_undrafted_text_to_the_bit(draft):
+    model = di.load("tiny", numerics=di.Numerics(reproducible=True))
+    temperature = np.array([0, 0.8] * 4, np.float32)
+    arguments = dict(max_new_tokens=24, sampling=di.Sampling(temperature), ignore_eos=True)
+    plain = di.generate(model, prompts(model, 8), **arguments)
+    found = di.generate(model, prompts(model, 8), draft=draft, **arguments)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    np.testing.assert_array_equal(found.logprobs, plain.logprobs)
+    assert found.stats.steps.sum() < 0.9 * found.lengths.sum()
+
+
+def test_drafts_give_the_undrafted_tokens_in_fast_float32():
+    """Two programs for two numbers of rows; neither copies a cache inside the loop."""
+    numerics = di.Numerics("float32", False, False, reproducible=False)
+    model = di.load("tiny", numerics=numerics)
+    arguments = dict(max_new_tokens=24, ignore_eos=True)
+    times = di.StepTimes.of([8 * 3, 8 * 6], [1.0, 1.4])
+    plain = di.generate(model, prompts(model, 8), **arguments)
+    program = jax.jit(
+        lambda model, tokens: di.generate(
+            model, tokens, draft="scheduled", step_times=times, **arguments
+        )
+    )
+    compiled = program.lower(model, prompts(model, 8)).compile()
+    found = compiled(model, prompts(model, 8))
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert found.stats.steps.sum() < 0.9 * found.lengths.sum()
+    pools = {f"f32[{','.join(map(str, pool.shape))}]" for pool in jax.tree.leaves(
+        jax.eval_shape(lambda: di.init_cache(model.config, 8, 48, 24, numerics=numerics).entries)
+    )}  # fmt: skip
+    inside = inside_loops(compiled.as_text()).splitlines()
+    copies = [line for line in inside if re.search(r" copy(-start)?\(", line)]
+    assert not [line for line in copies if any(pool in line for pool in pools)]
