@@ -89,9 +89,9 @@ def test_rows_of_a_block_meet_the_choices_of_its_path(monkeypatch):
     greedy = np.array([True, False])
     weights = own.OwnWeights(temperature=0.25)
     specs = parameter_specs(model().config)
-    _, seen = jax.jit(
-        lambda model, *a: own.loss({}, model, specs, *a, jax.random.key(3), weights)
-    )(model(), features, TOKENS, ANCHORS, chosen, hidden, greedy)
+    _, seen = jax.jit(lambda model, *a: own.loss({}, model, specs, *a, jax.random.key(3), weights))(
+        model(), features, TOKENS, ANCHORS, chosen, hidden, greedy
+    )
     first = np.take_along_axis(TOKENS, ANCHORS, axis=1)[..., None]
     previous = np.concatenate([first, chosen[..., :-1]], axis=-1)
     scores, _, _ = jax.jit(train_drafter.scores_of)(model(), features, TOKENS, ANCHORS, previous)
@@ -122,6 +122,16 @@ def test_drafts_behind_a_rejected_one_weigh_less():
     expected = [(weight * x).mean() for x in (token, distance, surprise)]
     np.testing.assert_allclose(terms[:3], expected, rtol=1e-5)
     np.testing.assert_allclose(total, np.dot([0.3, 0.8, 1], expected), rtol=1e-5)
+
+
+def test_sharpening_multiplies_the_scores_and_leaves_the_confidence():
+    features, chosen, _ = walked()
+    scores = jax.jit(train_drafter.scores_of)
+    previous = chosen  # any tokens will do
+    before = scores(model(), features, TOKENS, ANCHORS, previous)
+    after = scores(own.sharpened(model(), 2.0), features, TOKENS, ANCHORS, previous)
+    np.testing.assert_array_equal(after[0], 2 * before[0])
+    np.testing.assert_array_equal(after[1], before[1])
 
 
 def test_training_changes_the_drafter_and_nothing_else(monkeypatch):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax import inputs
 from deepinfer_jax.decoding.loop import Alternatives, State, initial, run, unpacked
 from deepinfer_jax.decoding.request import Request, Shape, prepare
 from deepinfer_jax.decoding.sampling import Sampling
@@ -105,6 +106,7 @@ def generate(
             pay, by the drafter's confidences and `step_times`), static.
         num_drafts: n, most drafts of a sequence in a round, static. None: the drafter's block.
         coupling: "shared" (None means it) or "rejection", static; see `decoding.speculative`.
+            "rejection" under a schedule needs seeds that differ.
         step_times: what a round costs, for draft="scheduled": from `measure_step_times`, or the
             path of a saved one. None: `StepTimes.assumed`.
 
@@ -138,8 +140,7 @@ def stream(
     Yields:
         The generation so far; the last one is what `generate` would return.
     """
-    if burst < 1:
-        raise ValueError(f"burst must be at least 1, got {burst}")
+    burst = inputs.whole_number(burst, "burst")
     model, request, shape = prepare(model, tokens, lengths, **arguments)
     model, state = begin(model, request, shape)
     running = True

@@ -46,7 +46,7 @@ class Finish(IntEnum):
 
 
 class Alternatives(NamedTuple):
-    """The most likely tokens at each place, best first."""
+    """The most likely tokens at each place, best first; -1 and 0 behind a sequence's length."""
 
     tokens: jax.Array  # int32 [B, N, top_logprobs], -1 where there is no further token
     logprobs: jax.Array  # float32 [B, N, top_logprobs], -inf where there is no further token

@@ -125,6 +125,8 @@ def prepare(
     tokens, lengths, seeds, sample, limit, sampling, adjustments = per_prompt
     if n > 1:
         sample = sample + np.tile(np.arange(n, dtype=np.int32), prompts)
+    if draft == "scheduled" and coupling == "rejection":
+        _check_streams(seeds, sample)
     on_cpu = jax.default_backend() == "cpu"
     model = model.with_numerics(model.numerics.resolve(reproducible=on_cpu))
     request = Request(
@@ -202,7 +204,9 @@ def _times(model: Transformer, draft, drafts: int, step_times, B: int) -> StepTi
             f"step_times must be a StepTimes or the path of a saved one, got "
             f"{type(step_times).__name__}"
         )
-    return step_times
+    if not inputs.is_known(step_times):
+        return step_times
+    return StepTimes.of(step_times.rows, step_times.seconds)
 
 
 def _seeds(seeds, key, prompts: int) -> jax.Array:
@@ -213,6 +217,22 @@ def _seeds(seeds, key, prompts: int) -> jax.Array:
     if seeds is None:
         return jnp.arange(prompts, dtype=jnp.uint32)
     return inputs.per_sequence(seeds, prompts, jnp.uint32, "seeds")
+
+
+def _check_streams(seeds, sample) -> None:
+    """Refuse a stream of noise that two sequences share, [B] each, where that can be seen.
+
+    How much of one sequence a schedule verifies depends on the drafts of the others. Drafts are
+    judged exactly only if they know nothing of each other's noise.
+    """
+    if not inputs.is_known((seeds, sample)):
+        return
+    streams = np.stack([np.asarray(seeds, np.int64), np.asarray(sample, np.int64)])
+    if np.unique(streams, axis=1).shape[1] < streams.shape[1]:
+        raise ValueError(
+            "draft='scheduled' with coupling='rejection' needs a seed, or a sample of it, of its "
+            f"own for each sequence, got seeds {streams[0]} and samples {streams[1]}"
+        )
 
 
 def _first_samples(sample, n: int, prompts: int) -> jax.Array:

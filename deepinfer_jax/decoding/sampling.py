@@ -203,11 +203,3 @@ def _check_integer(name, value, valid, expected):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if not valid(value):
         raise ValueError(f"{name} must be {expected}, got {value}")
-
-
-def __getattr__(name):
-    if name in ("choose", "process", "noise"):
-        from deepinfer_jax.decoding import distribution
-
-        return getattr(distribution, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

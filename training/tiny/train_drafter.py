@@ -10,7 +10,8 @@ a draft is accepted. In three ways the loss is not that of spec 9.8, each better
 (README.md): the first term is that of the model's distribution, not of the true token; it weighs 1,
 not 0.1; and each draft of a block weighs less than the one before it, without which it is in vain.
 
-Reads build/train.npy. The other tensors are written as they were read.
+Reads build/train.npy. The other tensors are written as they were read. This is the first stage;
+train_drafter_own.py is the second.
 
 Letters: B windows, S positions, A anchors, n rows of a block, L rows of all blocks, D hidden, E
 head width, V vocabulary, X experts.
@@ -58,6 +59,7 @@ class Weights(NamedTuple):
     cross_entropy: float = 1.0
     distance: float = 0.9
     decay: float = 0.8  # of a draft's terms, relative to the draft before it
+    unreached: float = 1.0  # of a draft's terms, where one before it was rejected
 
 
 class Loss(NamedTuple):
@@ -66,7 +68,7 @@ class Loss(NamedTuple):
     cross_entropy: jax.Array  # nats per token
     distance: jax.Array  # L1 between the distributions
     confidence: jax.Array  # nats per draft
-    accepted: jax.Array  # [n], probability by position, all earlier drafts being right
+    accepted: jax.Array  # [n], rate by position, all tokens before being right
     load: jax.Array  # [stages, X], share of the choices each expert got
 
 
@@ -122,7 +124,33 @@ def draft(
     return block, jnp.stack([load_of(c, config.dspark_n_routed_experts) for c in chosen])
 
 
-def objective(drafted, target, confidence, weights: Weights) -> tuple[jax.Array, Loss]:
+def scores_of(
+    model: di.Transformer,
+    features: jax.Array,
+    tokens: jax.Array,
+    anchors: jax.Array,
+    previous: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the heads say of blocks whose tokens are given.
+
+    Args:
+        model: with a drafter.
+        features: [B, S, targets * D].
+        tokens: int32 [B, S].
+        anchors: int32 [B, A].
+        previous: int32 [B, A, n], the token before each draft.
+
+    Returns:
+        Scores float32 [B * A, n, V], logits of the confidence [B * A, n], load [stages, X].
+    """
+    block, load = draft(model, features, tokens, anchors)
+    hidden, logits = (einops.rearrange(a, "c n d -> (c n) d") for a in block)
+    scores, confidence = markov_step(model, hidden, logits, previous.reshape(-1))
+    n = previous.shape[-1]
+    return scores.reshape(-1, n, scores.shape[-1]), confidence.reshape(-1, n), load
+
+
+def objective(drafted, target, confidence, weights: Weights, agree=None) -> tuple[jax.Array, Loss]:
     """The loss of drafts and its terms, the load left out (spec 9.8).
 
     Args:
@@ -130,13 +158,20 @@ def objective(drafted, target, confidence, weights: Weights) -> tuple[jax.Array,
         target: float32 [N, n, V], the model's.
         confidence: float32 [N, n], logits.
         weights: of the terms.
+        agree: bool [N, n], was a draft accepted when it was tried? The confidence learns this.
+            None: it learns the probability, and every draft counts as reached.
     """
     wanted = jax.nn.softmax(target)
     token = optax.softmax_cross_entropy(drafted, wanted)
     distance = jnp.abs(jax.nn.softmax(drafted) - wanted).sum(axis=-1)
-    accepted = jax.lax.stop_gradient(1 - distance / 2)
-    surprise = optax.sigmoid_binary_cross_entropy(confidence, accepted)
     share = weights.decay ** jnp.arange(target.shape[1])
+    if agree is None:
+        accepted = jax.lax.stop_gradient(1 - distance / 2)
+    else:
+        accepted = agree.astype(jnp.float32)
+        rejected = jnp.cumsum(~agree, axis=1) - ~agree  # before this draft
+        share = share * jnp.where(rejected == 0, 1, weights.unreached)
+    surprise = optax.sigmoid_binary_cross_entropy(confidence, accepted)
     share = share / share.mean()
     token, distance, surprise = ((share * x).mean() for x in (token, distance, surprise))
     total = weights.cross_entropy * token + weights.distance * distance + surprise
@@ -159,23 +194,23 @@ def loss(
         weights: of the terms.
     """
     model = with_parameters(model, named_parameters(model) | rounded(params, specs))
-    n = model.config.dspark_block_size
-    block, load = draft(model, features, tokens, anchors)
-    place = anchors[..., None] + jnp.arange(n)  # [B, A, n]
+    place = anchors[..., None] + jnp.arange(model.config.dspark_block_size)  # [B, A, n]
     window = jnp.arange(len(tokens))[:, None, None]
-
-    def rows(a):
-        return einops.rearrange(a, "c n ... -> (c n) ...")
-
-    previous = tokens[window, place].reshape(-1)
-    scores, confidence = markov_step(model, rows(block.hidden), rows(block.logits), previous)
-    total, terms = objective(
-        einops.rearrange(scores, "(c n) v -> c n v", n=n),
-        einops.rearrange(target[window, place], "b a n v -> (b a) n v"),
-        einops.rearrange(confidence, "(c n) -> c n", n=n),
-        weights,
-    )
+    previous = tokens[window, place]
+    scores, confidence, load = scores_of(model, features, tokens, anchors, previous)
+    wanted = einops.rearrange(target[window, place], "b a n v -> (b a) n v")
+    total, terms = objective(scores, wanted, confidence, weights)
     return total, terms._replace(load=load)
+
+
+def learn(carry, gradient, load, rate, config: di.Config):
+    """The drafter's weights and the optimiser's state, (params, state), after one update."""
+    params, state = carry
+    update, state = make_optimizer().update(gradient, state, params)
+    params = {name: params[name] + rate * update[name] for name in params}
+    for stage in range(config.num_nextn_predict_layers):
+        params = balanced(params, f"mtp.{stage}.ffn.gate", load[stage])
+    return params, state
 
 
 @functools.partial(jax.jit, static_argnames="size", donate_argnames=("params", "state"))
@@ -187,17 +222,10 @@ def train_steps(params, state, model, corpus, key, rate, weights: Weights, *, si
     """
     config = model.config
     specs = parameter_specs(config)
-    optimizer = make_optimizer()
 
     def update(carry, part):
-        params, state = carry
-        gradient_of = jax.value_and_grad(loss, has_aux=True)
-        (_, terms), gradient = gradient_of(params, model, specs, *part, weights)
-        update, state = optimizer.update(gradient, state, params)
-        params = {name: params[name] + rate * update[name] for name in params}
-        for stage in range(config.num_nextn_predict_layers):
-            params = balanced(params, f"mtp.{stage}.ffn.gate", terms.load[stage])
-        return (params, state), terms
+        gradient, terms = jax.grad(loss, has_aux=True)(carry[0], model, specs, *part, weights)
+        return learn(carry, gradient, terms.load, rate, config), terms
 
     def step(carry, key):
         windows, places = jax.random.split(key)
@@ -224,14 +252,17 @@ def drafter_weights(model: di.Transformer) -> dict[str, jax.Array]:
 
 def train(
     model: di.Transformer, corpus: np.ndarray, seconds: float, peak: float, seed: int, size: Size,
-    weights: Weights,
+    weights: Weights, steps=train_steps,
 ) -> di.Transformer:  # fmt: skip
-    """The model with its drafter after so many seconds of training, compilation not counted."""
+    """The model with its drafter after so many seconds of training, compilation not counted.
+
+    `steps` is `train_steps` or something that is called like it.
+    """
     params = drafter_weights(model)
     state = make_optimizer().init(params)
     corpus = jnp.asarray(corpus)
     keys = jax.random.key(seed)
-    fixed = functools.partial(train_steps, model=model, corpus=corpus, weights=weights, size=size)
+    fixed = functools.partial(steps, model=model, corpus=corpus, weights=weights, size=size)
     params, state, _ = fixed(params, state, key=keys, rate=0.0)
     jax.block_until_ready(params)
     spent, calls = 0.0, 0
@@ -243,18 +274,18 @@ def train(
         jax.block_until_ready(params)
         spent += time.perf_counter() - began
         if calls % CALLS_BETWEEN_LINES == 0 or spent >= seconds:
-            report(spent, calls * STEPS_A_CALL, terms)
+            report(spent, calls, terms)
     return di.quantize(with_parameters(model, named_parameters(model) | params))
 
 
-def report(spent: float, steps: int, terms: Loss) -> None:
-    """One line about some steps."""
+def report(spent: float, calls: int, terms: Loss) -> None:
+    """One line about the last of some calls."""
     fullest = float(terms.load.max()) * terms.load.shape[1]
-    accepted = " ".join(f"{x:.3f}" for x in terms.accepted)
+    accepted = " ".join(f"{x:.3f}" for x in terms.accepted.reshape(-1))
     print(
-        f"{spent:.0f} s  step {steps}  cross-entropy {float(terms.cross_entropy):.4f}  "
+        f"{spent:.0f} s  call {calls}  cross-entropy {float(terms.cross_entropy):.4f}  "
         f"L1 {float(terms.distance):.4f}  confidence {float(terms.confidence):.4f}  "
-        f"accepted {accepted}  fullest expert {fullest:.2f}x  {steps / spent:.1f} steps/s",
+        f"accepted {accepted}  fullest expert {fullest:.2f}x  {calls / spent:.2f} calls/s",
         flush=True,
     )
 
