@@ -85,7 +85,7 @@ def assert_same_as_undrafted(numerics, draft, num_drafts=None):
     return found, parts
 
 
-@pytest.mark.parametrize("draft", ["fixed", "scheduled"])
+@pytest.mark.parametrize("draft", [pytest.param("fixed", marks=pytest.mark.slow), "scheduled"])
 def test_drafts_change_no_text_of_208(draft):
     found, parts = assert_same_as_undrafted("default", draft)
     ended = found["finish"] == di.Finish.STOP

@@ -139,6 +139,7 @@ def test_rows_of_a_block_meet_the_scores_and_tokens_of_their_positions(monkeypat
     np.testing.assert_allclose(confidence.reshape(-1), logit, **CLOSE)
 
 
+@pytest.mark.slow
 def test_every_weight_of_the_drafter_learns_and_no_other_changes(monkeypatch):
     """Without decay, and but for the router's biases, only a gradient moves a weight."""
     monkeypatch.setattr(train_drafter, "STEPS_A_CALL", 2)

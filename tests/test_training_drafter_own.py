@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import deepinfer_jax as di
 from deepinfer_jax import testing
@@ -134,6 +135,7 @@ def test_sharpening_multiplies_the_scores_and_leaves_the_confidence():
     np.testing.assert_array_equal(after[1], before[1])
 
 
+@pytest.mark.slow
 def test_training_changes_the_drafter_and_nothing_else(monkeypatch):
     monkeypatch.setattr(train_drafter, "rate_at", lambda progress, peak: peak)
     served = model(di.Numerics())
