@@ -10,9 +10,19 @@ import pytest
 from scipy import stats
 
 from deepinfer_jax.decoding import distribution
-from deepinfer_jax.decoding.distribution import choose, draw, log_softmax, process, top
+from deepinfer_jax.decoding.distribution import GREEDY_BELOW, draw, log_softmax, process, top
 from deepinfer_jax.decoding.noise import Purpose, _threefry, noise, uniform
 from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
+
+
+def choose(logits, s, seeds, positions):
+    """What a round does: tokens, and log-probabilities (greedy ones of the untouched softmax)."""
+    greedy = s.broadcast(len(logits)).temperature < GREEDY_BELOW
+    processed = process(logits, s)
+    tokens = draw(processed, greedy, seeds, positions)
+    reported = jnp.where(greedy[:, None], log_softmax(logits), processed)
+    return tokens, jnp.take_along_axis(reported, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+
 
 softmax_jit = jax.jit(distribution._softmax)
 process_jit = jax.jit(process)

@@ -13,7 +13,6 @@ import pytest
 import deepinfer_jax as di
 from deepinfer_jax import testing
 from deepinfer_jax.checkpoint.tensor_names import parameter_specs
-from deepinfer_jax.decoding.distribution import choose
 from deepinfer_jax.model.drafter import DraftBlock, draft_block, markov_step
 from deepinfer_jax.model.linear import as_array
 from deepinfer_jax.trainable import named_parameters
@@ -180,18 +179,18 @@ def test_choices_are_those_of_the_model_after_the_text_and_the_drafts(temperatur
     np.testing.assert_array_equal(there, [[True, True], [True, False]])
     anchors = np.array([[16, 32, 0]] * B)
     block = blocks(features(), TEXT, anchors)
-    pick = jax.jit(choose)
+    pick = jax.jit(evaluate_drafter.choose)
     for b, c in np.argwhere(there):
         anchor = anchors[b, c]
         position, seed = anchor + 1 + np.arange(BLOCK), np.repeat(seeds[b], BLOCK)
         with_drafts = TEXT.copy()
         with_drafts[b, position] = drafts[b, c]
         scores = di.forward(model(), with_drafts, capture=("draft",)).logits[b, position - 1]
-        np.testing.assert_array_equal(choice[b, c], pick(scores, sampling, seed, position)[0])
+        np.testing.assert_array_equal(choice[b, c], pick(scores, sampling, seed, position))
 
         hidden, logits = block.hidden[b, c], block.logits[b, c]
         scores, logit = jax.jit(markov_step)(model(), hidden, logits, with_drafts[b, position - 1])
-        np.testing.assert_array_equal(drafts[b, c], pick(scores, sampling, seed, position)[0])
+        np.testing.assert_array_equal(drafts[b, c], pick(scores, sampling, seed, position))
         np.testing.assert_allclose(confidence[b, c], jax.nn.sigmoid(logit), **CLOSE)
 
 

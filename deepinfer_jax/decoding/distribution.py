@@ -234,35 +234,3 @@ def top(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     valid = ~jnp.isnan(log_probs).any(axis=-1, keepdims=True)
     tokens = jnp.where(valid & (values > -jnp.inf), tokens, -1)
     return tokens, jnp.where(valid, values, jnp.nan)
-
-
-def choose(
-    logits: jax.Array,
-    sampling: Sampling,
-    seeds: jax.Array,
-    positions: jax.Array,
-    sample: ArrayLike = 0,
-) -> tuple[jax.Array, jax.Array]:
-    """Choose one token for each row from its logits.
-
-    Args:
-      logits: float32 [T, V]; -inf forbids a token.
-      sampling: one value for all rows or one per row.
-      seeds: uint32 [T].
-      positions: int32 [T], the absolute position that the chosen token will have.
-      sample: int32 scalar or [T], which of several samples of one prompt.
-
-    Returns:
-      tokens: int32 [T]; -1 if the row has a NaN or +inf, or nothing but -inf.
-      log_probs: float32 [T] of the chosen tokens: for sampled rows of the distribution of
-        `process`, for greedy rows of the untouched softmax (the processed one would always say 0).
-        NaN where the token is -1.
-
-    Raises:
-      ValueError: logits of another type, or a field of `sampling` that is neither a scalar nor [T].
-    """
-    greedy = sampling.broadcast(logits.shape[0]).temperature < GREEDY_BELOW
-    processed = process(logits, sampling)
-    tokens = draw(processed, greedy, seeds, positions, sample)
-    reported = jnp.where(greedy[:, None], log_softmax(logits), processed)
-    return tokens, jnp.take_along_axis(reported, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]

@@ -20,13 +20,19 @@ import numpy as np
 from tqdm import tqdm
 
 import deepinfer_jax as di
-from deepinfer_jax.decoding.distribution import choose
+from deepinfer_jax.decoding.distribution import GREEDY_BELOW, draw, process
 from deepinfer_jax.model.drafter import acceptance, draft_block, markov_step
 
 HERE = Path(__file__).parent
 PIECE, STRIDE = 512, 16
 TEMPERATURES = (0.0, 1.0)
 BINS = 10
+
+
+def choose(scores, sampling, seeds, positions):
+    """int32 [T], the token that `generate` would choose for the absolute positions [T]."""
+    greedy = sampling.broadcast(len(scores)).temperature < GREEDY_BELOW
+    return draw(process(scores, sampling), greedy, seeds, positions)
 
 
 def draft(model, cache, anchor, slot, position, sampling, seeds):
@@ -36,7 +42,7 @@ def draft(model, cache, anchor, slot, position, sampling, seeds):
     def go(previous, row):
         hidden, logits, k = row
         scores, confidence = markov_step(model, hidden, logits, previous)
-        token, _ = choose(scores, sampling, seeds, position + k + 1)
+        token = choose(scores, sampling, seeds, position + k + 1)
         return token, (token, acceptance(confidence))
 
     rows = (*(jnp.swapaxes(a, 0, 1) for a in block), jnp.arange(block.logits.shape[1]))
@@ -52,7 +58,7 @@ def verify(model, cache, anchor, drafts, slot, position, sampling, seeds):
     rows = di.rectangle(tokens, slot, position, count, jnp.zeros((B, n), bool))
     hidden, cache, _ = di.step(model, cache, rows)
     seeds = jnp.repeat(seeds, n)
-    choice, _ = choose(di.logits(model, hidden), sampling, seeds, rows.position + 1)
+    choice = choose(di.logits(model, hidden), sampling, seeds, rows.position + 1)
     return choice.reshape(B, n), cache
 
 
