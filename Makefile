@@ -8,6 +8,8 @@ VENV = .venv
 BIN = $(VENV)/bin
 OLDEST = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10
 PROMPT = The Python interpreter
+# A file's tests stay together: they share models and compiled programs.
+WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: setup demo lint test test-oldest
 
@@ -22,8 +24,8 @@ lint: setup
 	@$(BIN)/python -m ruff check .
 
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(WORKERS)
 
 test-oldest:
 	@scripts/setup.sh $(VENV)-oldest $(OLDEST)
-	@$(VENV)-oldest/bin/python -m pytest -m "golden and not slow and not gpu"
+	@$(VENV)-oldest/bin/python -m pytest $(WORKERS) -m "golden and not slow and not gpu"

@@ -129,7 +129,7 @@ def test_steps_are_counted():
 
 def test_batch_mates_and_order_do_not_matter():
     order = np.array([2, 0, 1])
-    sampling = jax.tree.map(lambda a: a[order], MIXED)
+    sampling = jax.tree.map(lambda a: a[order], MIXED.broadcast(B))
     found = di.generate(
         model(), prompts()[order], LENGTHS[order], seeds=SEEDS[order], max_new_tokens=N,
         sampling=sampling, ignore_eos=True,
@@ -152,7 +152,7 @@ def test_padding_capacity_and_prefill_chunks_do_not_matter():
     tokens[:, :S] = prompts()[rows]
     found = di.generate(
         model(), tokens, LENGTHS[rows], seeds=SEEDS[rows], max_new_tokens=N, capacity=130,
-        sampling=jax.tree.map(lambda a: a[rows], MIXED), ignore_eos=True,
+        sampling=jax.tree.map(lambda a: a[rows], MIXED.broadcast(B)), ignore_eos=True,
     )  # fmt: skip
     assert_same(found, usual(), expected_rows=rows)
 

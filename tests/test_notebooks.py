@@ -17,7 +17,7 @@ def path(request) -> Path:
 
 
 def test_there_are_notebooks():
-    assert "quickstart.ipynb" in [path.name for path in PATHS]
+    assert {"quickstart.ipynb", "speculative_decoding.ipynb"} <= {path.name for path in PATHS}
 
 
 def test_outputs_are_stripped(path):
