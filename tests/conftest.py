@@ -30,7 +30,7 @@ class CompileCounter:
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_end_with_their_module():
-    """Hundreds of compiled programs in one process end in a segmentation fault (jaxlib 0.12, CPU)."""
+    """Hundreds of compiled programs in one process end in a segmentation fault (jaxlib 0.12)."""
     yield
     jax.clear_caches()
 
