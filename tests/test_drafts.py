@@ -540,6 +540,17 @@ def test_other_values_compile_nothing_with_drafts(compile_counter):
     assert compile_counter.count == before
 
 
+def test_the_program_with_drafts_calls_no_host():
+    @jax.jit
+    def program(model, tokens, lengths):
+        return di.generate(model, tokens, lengths, draft="scheduled", **usual())
+
+    text = program.lower(model(), prompts(), LENGTHS).as_text()
+    assert "stablehlo.while" in text
+    for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
+        assert word not in text, word
+
+
 def test_samples_of_a_prompt_differ_and_do_not_depend_on_their_number():
     few = prompts()[:2]
     arguments = dict(seeds=SEEDS[:2], max_new_tokens=8, sampling=di.Sampling(1.5), ignore_eos=True)

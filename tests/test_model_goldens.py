@@ -39,7 +39,8 @@ def slow_except(*quick, names=CASES):
     return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
 
 
-EVERYTHING = tuple(sorted(set(di.CAPTURES) - {"weights"}))  # goldens hold no attention weights
+# Goldens hold no attention weights; the drafter has a file of its own.
+EVERYTHING = tuple(sorted(set(di.CAPTURES) - {"weights", "draft"}))
 # The programs of tests run once: most of their time would go into optimising them.
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 

@@ -48,7 +48,7 @@ def seconds_of(times, rows):
 
 def by_trying(survival, earlier, ready, rows, times):
     """Every budget, then one draft after the other to the most probable one left."""
-    falling = sorted(earlier.ravel().tolist(), reverse=True)
+    falling = sorted((earlier * ready[:, None]).ravel().tolist(), reverse=True)
     rates = [
         (ready.sum() + sum(falling[:budget])) / seconds_of(times, rows + budget)
         for budget in range(B * n + 1)
@@ -284,13 +284,14 @@ def test_measured_rounds_run_the_rows_that_they_stand_for(
     )
     numerics = Numerics("float32", reproducible=reproducible)
     model = Transformer(config, numerics, testing.random_weights(config, 9, quantized=False))
-    clock = iter([0, 7, 0, 1, 0, 2] * 2)  # rounds of 7, 1 and 2 seconds
+    clock = iter([0, 99, 0, 7, 0, 1, 0, 2] * 2)  # one to compile, then 7, 1 and 2 seconds
     verified, compiled, whole_round = [], [], measuring._round
 
-    def recorded(model, state, quota, shape):
-        after = whole_round(model, state, quota, shape)
+    def recorded(model, state, *rest):
+        before = int(np.asarray(state.stats.verified).sum())
+        after = whole_round(model, state, *rest)
         compiled.append(compile_counter.count)
-        verified.append(int(np.asarray(after.stats.verified).sum()))
+        verified.append(int(np.asarray(after.stats.verified).sum()) - before)
         return after
 
     with monkeypatch.context() as patch:
