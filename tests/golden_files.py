@@ -186,6 +186,11 @@ def component(name: str) -> dict[str, np.ndarray]:
     return read(ROOT / "components" / f"{name}.safetensors")
 
 
+def part(tensors, prefix):
+    """Tensors of one set of a component file."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
 @cache
 def component_notes(name: str) -> dict[str, dict]:
     """Sizes and constants of the sets of a component file."""

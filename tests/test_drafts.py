@@ -201,6 +201,12 @@ def test_any_number_of_accepted_drafts_gives_the_undrafted_text(name, numerics):
         assert_same(found, undrafted(name, numerics))
         assert np.array_equal(found.lengths, found.stats.steps + found.stats.accepted.sum(axis=1))
         accepted += found.stats.accepted.sum(axis=0)
+        counted = found.stats.calibration
+        assert np.array_equal(counted.judged.sum(axis=1), found.stats.judged.sum(axis=1))
+        lower = np.arange(10) / 10 * counted.judged
+        assert (counted.confidence >= lower - 1e-4).all()
+        assert (counted.confidence <= lower + 0.1 * counted.judged + 1e-4).all()
+        assert (counted.judged.sum(axis=0) > 0).sum() > 3  # the oracle's confidences are uniform
     assert (accepted > 10).all() and (np.diff(accepted) < 0).all()
     assert len({len(set(row)) > 6 for row in undrafted(name, numerics).tokens.tolist()}) == 1
 

@@ -234,12 +234,8 @@ def one_round(
     finish = jnp.where(stopped, Finish.STOP, jnp.where(invalid, Finish.INVALID, state.finish))
 
     place = state.count[:, None] + row
-    stats = state.stats
-    confidence = jnp.zeros((known.shape[0], 0)) if proposal is None else proposal.acceptance
-    if drafts == shape.drafts:
-        stats = stats.add(reached, quota, verdict.accepted, new, confidence)
-    else:
-        stats = stats._replace(steps=stats.steps + reached)
+    confidence = jnp.zeros_like(survival) if proposal is None else proposal.acceptance
+    stats = state.stats.add(reached, quota, verdict.accepted, new, confidence)
     number = jnp.broadcast_to(stats.steps[:, None], place.shape)
     return dataclasses.replace(
         state,

@@ -290,30 +290,48 @@ def report(spent: float, calls: int, terms: Loss) -> None:
     )
 
 
-def main() -> None:
-    """Train and write the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", default="tiny", help="whose drafter to train")
+def command_line(description: str, **defaults) -> argparse.ArgumentParser:
+    """The options that both stages have, with the defaults of one."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--checkpoint", help="whose drafter to train")
     parser.add_argument("--data", type=Path, default=HERE / "build" / "train.npy")
-    parser.add_argument("--out", type=Path, default=HERE / "build" / "drafted")
-    parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--windows", type=int, default=32, help="of text, in a step")
-    parser.add_argument("--length", type=int, default=512, help="of a window, in tokens")
-    parser.add_argument("--anchors", type=int, default=128, help="of a window")
-    parser.add_argument("--updates", type=int, default=4, help="of the weights, in a step")
-    options = parser.parse_args()
-    began = time.perf_counter()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--windows", type=int, help="of text, in a step")
+    parser.add_argument("--length", type=int, help="of a window, in tokens")
+    parser.add_argument("--anchors", type=int, help="of a window")
+    parser.add_argument("--updates", type=int, help="of the weights, in a step")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def train_as_asked(options: argparse.Namespace, weights, steps=train_steps) -> di.Transformer:
+    """`train` with the options of a command line."""
     size = Size(options.windows, options.length, options.anchors, options.updates)
-    model = train(
+    return train(
         di.load(options.checkpoint), np.load(options.data), options.seconds,
-        options.learning_rate, options.seed, size, Weights(),
+        options.learning_rate, options.seed, size, weights, steps,
     )  # fmt: skip
+
+
+def write(model: di.Transformer, options: argparse.Namespace, began: float) -> None:
+    """Write the checkpoint, and print how long it took since `began` and its size."""
     save(options.out, model.config, named_parameters(model).__getitem__)
     shutil.copy(folder_of(options.checkpoint) / "tokenizer.json", options.out)
     total = sum(f.stat().st_size for f in options.out.iterdir())
     print(json.dumps({"seconds": round(time.perf_counter() - began), "bytes": total}))
+
+
+def main() -> None:
+    """Train and write the checkpoint."""
+    options = command_line(
+        __doc__.split("\n")[0], checkpoint="tiny", out=HERE / "build" / "drafted", seconds=400,
+        learning_rate=3e-3, seed=0, windows=32, length=512, anchors=128, updates=4,
+    ).parse_args()  # fmt: skip
+    began = time.perf_counter()
+    write(train_as_asked(options, Weights()), options, began)
 
 
 if __name__ == "__main__":

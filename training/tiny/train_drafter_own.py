@@ -16,25 +16,28 @@ and brings more agreement at temperature 1 (README.md).
 Letters as in train_drafter.py.
 """
 
-import argparse
 import functools
-import json
-import shutil
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import einops
 import jax
 import jax.numpy as jnp
-import numpy as np
 from train import HERE, rounded
-from train_drafter import Loss, Size, Weights, learn, objective, scores_of, train
+from train_drafter import (
+    Loss,
+    Size,
+    Weights,
+    command_line,
+    learn,
+    objective,
+    scores_of,
+    train_as_asked,
+    write,
+)
 
 import deepinfer_jax as di
-from deepinfer_jax.checkpoint.hf import save
 from deepinfer_jax.checkpoint.tensor_names import parameter_specs
-from deepinfer_jax.loading import folder_of
 from deepinfer_jax.trainable import named_parameters, with_parameters
 
 CHUNK = 16  # tokens of a window that the model reads at once
@@ -207,30 +210,15 @@ def train_steps(params, state, model, corpus, key, rate, weights: OwnWeights, *,
 
 def main() -> None:
     """Train and write the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", default=HERE / "build" / "drafted", help="of stage one")
-    parser.add_argument("--data", type=Path, default=HERE / "build" / "train.npy")
-    parser.add_argument("--out", type=Path, default=HERE / "build" / "own")
-    parser.add_argument("--seconds", type=float, default=205)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser = command_line(
+        __doc__.split("\n")[0], checkpoint=HERE / "build" / "drafted", out=HERE / "build" / "own",
+        seconds=205, learning_rate=1e-3, seed=1, windows=2048, length=256, anchors=32, updates=64,
+    )  # fmt: skip
     parser.add_argument("--sharpen", type=float, default=1.2, help="factor of the scores")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--windows", type=int, default=2048, help="of text, in a step")
-    parser.add_argument("--length", type=int, default=256, help="of a window, in tokens")
-    parser.add_argument("--anchors", type=int, default=32, help="of a window")
-    parser.add_argument("--updates", type=int, default=64, help="of the weights, in a step")
     options = parser.parse_args()
     began = time.perf_counter()
-    size = Size(options.windows, options.length, options.anchors, options.updates)
-    model = train(
-        di.load(options.checkpoint), np.load(options.data), options.seconds,
-        options.learning_rate, options.seed, size, OwnWeights(), train_steps,
-    )  # fmt: skip
-    model = sharpened(model, options.sharpen)
-    save(options.out, model.config, named_parameters(model).__getitem__)
-    shutil.copy(folder_of(options.checkpoint) / "tokenizer.json", options.out)
-    total = sum(f.stat().st_size for f in options.out.iterdir())
-    print(json.dumps({"seconds": round(time.perf_counter() - began), "bytes": total}))
+    model = train_as_asked(options, OwnWeights(), train_steps)
+    write(sharpened(model, options.sharpen), options, began)
 
 
 if __name__ == "__main__":
