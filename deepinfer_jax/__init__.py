@@ -9,6 +9,7 @@ from deepinfer_jax.decoding.sampling import Sampling, SamplingParams
 from deepinfer_jax.decoding.schedule import StepTimes
 from deepinfer_jax.decoding.stats import Report, Stats
 from deepinfer_jax.forward import Forward, forward
+from deepinfer_jax.layout import to_layout
 from deepinfer_jax.llm import LLM, Completion
 from deepinfer_jax.loading import load, load_tokenizer
 from deepinfer_jax.model.transformer import CAPTURES, Transformer, logits, step
@@ -51,5 +52,6 @@ __all__ = [
     "rectangle",
     "step",
     "stream",
+    "to_layout",
     "trainable",
 ]

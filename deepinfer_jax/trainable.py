@@ -51,7 +51,7 @@ def trainable(model: Transformer, dtype=jnp.float32) -> tuple[dict[str, jax.Arra
     """Float weights by name, and the rest.
 
     Args:
-        model: from `load`, quantised or not.
+        model: from `load`, quantised or not, in any layout.
         dtype: of the float weights; quantised ones are exact in bfloat16 and float32.
 
     Returns:
@@ -100,7 +100,8 @@ def with_parameters(model: Transformer, weights: dict[str, Any]) -> Transformer:
 def quantize(model: Transformer) -> Transformer:
     """The model in the released storage: e4m3 linears and tables, e2m1 experts, bfloat16 rest.
 
-    Weights that the release keeps in float32 stay so. Already quantised weights are left alone.
+    Weights that the release keeps in float32 stay so. Already quantised weights are left
+    alone, in any layout; the others become plain (`to_layout` arranges them).
     """
     specs = parameter_specs(model.config)
 

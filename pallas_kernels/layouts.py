@@ -9,8 +9,9 @@ of leading axes (stacked experts) may stand in front.
                is the even column
   "fp8_1x32"   float8_e4m3fn [O, I]       uint8 [O, ceil(I/32)]
 
-Only this module knows how the arrays are arranged; others ask for shape, rows and values. Layout
-"plain" is the arrangement of the released files.
+Only this module and `gpu_layout` know how the arrays are arranged; others ask for shape, rows and
+values. Layout "plain" is the arrangement of the released files, given above; "gpu" is that of
+`gpu_layout`, for the kernels on NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import gpu_layout
+
 FORMATS = ("fp8_32x32", "fp4_1x32", "fp8_1x32")
+
+LAYOUTS = ("plain", "gpu")
 
 _BLOCK = 32
 _FP8_MAX, _FP8_FLOOR = 448.0, 448 * 2.0**-120
@@ -36,10 +41,10 @@ class QuantizedTensor:
     """A weight stored as 4 or 8 bit codes with power-of-two block scales.
 
     Attributes:
-      codes: float8_e4m3fn [..., O, I], or uint8 [..., O, I/2] for fp4.
-      scale: uint8, one ue8m0 byte per block.
+      codes: float8_e4m3fn [..., O, I], or uint8 [..., O, I/2] for fp4; uint32 chunks in "gpu".
+      scale: uint8, one ue8m0 byte per block; uint32 chunks in "gpu".
       format: one of `FORMATS`.
-      layout: arrangement in memory; "plain" is that of the released files.
+      layout: arrangement in memory, one of `LAYOUTS`.
     """
 
     codes: jax.Array
@@ -50,13 +55,16 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape [..., O, I]."""
+        if self.layout == "gpu":
+            *lead, rows, columns = self.codes.shape[:-2]
+            return (*lead, rows * gpu_layout.ROWS, columns * gpu_layout.COLUMNS)
         *rows, columns = self.codes.shape
         return (*rows, columns * 2 if self.format == "fp4_1x32" else columns)
 
     @property
     def ndim(self) -> int:
         """Number of logical axes."""
-        return len(self.codes.shape)
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +75,14 @@ class QuantizedTensor:
         """The entries `index` of the first axis: experts of a stack, or rows of a 1x32 weight.
 
         Raises:
-          ValueError: the rows of a 2-D "fp8_32x32" weight share scales and cannot be taken apart.
+          ValueError: the rows of a 2-D weight in format "fp8_32x32" or layout "gpu" cannot be
+            taken apart.
         """
         self._check_layout()
-        if self.format == "fp8_32x32" and self.ndim == 2:
+        if self.ndim == 2 and (self.format == "fp8_32x32" or self.layout == "gpu"):
             raise ValueError(
-                "rows of an fp8_32x32 weight share scales in blocks of 32: dequantize it first"
+                f"rows of an {self.format} weight in layout {self.layout} share blocks in memory: "
+                "dequantize it first"
             )
         return dataclasses.replace(self, codes=self.codes[index], scale=self.scale[index])
 
@@ -91,11 +101,48 @@ class QuantizedTensor:
         dtype = jnp.dtype(dtype)
         if dtype not in (jnp.bfloat16, jnp.float32):
             raise ValueError(f"dequantize to bfloat16 or float32, not to {dtype}")
-        return _dequantize(self, dtype)
+        return _dequantize(self.to_layout("plain"), dtype)
+
+    def fits(self, layout: str) -> bool:
+        """Whether `to_layout` can arrange a weight of this format and shape so."""
+        if layout in (self.layout, "plain"):
+            return True
+        return layout == "gpu" and gpu_layout.fits(self.format, self.shape)
+
+    def to_layout(self, layout: str) -> QuantizedTensor:
+        """The same weight in another arrangement. Values are kept, and plain codes to the bit.
+
+        "gpu" needs O to be a multiple of 64, I of 256, and the scale bytes of blocks that are not
+        zero between 40 and 150 (2^-87 to 2^23).
+
+        Raises:
+          ValueError: an unknown layout, a weight that does not fit, or (outside of a trace) a scale
+            out of range.
+        """
+        self._check_layout()
+        if layout not in LAYOUTS:
+            raise ValueError(f'layout "{layout}" is unknown: choose one of {LAYOUTS}')
+        if layout == self.layout:
+            return self
+        if layout == "plain":
+            return _to_plain(self)
+        if not self.fits("gpu"):
+            raise ValueError(
+                f"layout gpu holds {tuple(gpu_layout.FORMS)} weights with rows in multiples of "
+                f"{gpu_layout.ROWS} and columns in multiples of {gpu_layout.COLUMNS}, not "
+                f"{self.format} {list(self.shape)}"
+            )
+        if not isinstance(self.codes, jax.core.Tracer) and not bool(_scales_fit(self)):
+            raise ValueError(
+                f"layout gpu holds scale bytes from {gpu_layout.SMALLEST_SCALE} to "
+                f"{gpu_layout.LARGEST_SCALE}; this {self.format} weight {list(self.shape)} has "
+                "others: keep it in layout plain"
+            )
+        return _to_gpu(self)
 
     def _check_layout(self) -> None:
-        if self.layout != "plain":
-            raise ValueError(f'layout "{self.layout}" is unknown: only "plain" exists')
+        if self.layout not in LAYOUTS:
+            raise ValueError(f'layout "{self.layout}" is unknown: choose one of {LAYOUTS}')
 
 
 def codes_shape(format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -164,6 +211,25 @@ def _dequantize(tensor: QuantizedTensor, dtype: jnp.dtype) -> jax.Array:
     if tensor.format == "fp8_32x32":
         scale = jnp.repeat(scale, _BLOCK, axis=-2)[..., :rows, :]
     return _apply_scale(magnitude, sign, scale, dtype)
+
+
+@partial(jax.jit, inline=True)
+def _to_gpu(tensor: QuantizedTensor) -> QuantizedTensor:
+    codes, scale = gpu_layout.pack(_code_bytes(tensor.codes), tensor.scale, tensor.format)
+    return QuantizedTensor(codes, scale, tensor.format, "gpu")
+
+
+@partial(jax.jit, inline=True)
+def _to_plain(tensor: QuantizedTensor) -> QuantizedTensor:
+    codes, scale = gpu_layout.unpack(tensor.codes, tensor.scale, tensor.format)
+    if tensor.format != "fp4_1x32":
+        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return QuantizedTensor(codes, scale, tensor.format)
+
+
+@jax.jit
+def _scales_fit(tensor: QuantizedTensor) -> jax.Array:
+    return gpu_layout.scales_fit(_code_bytes(tensor.codes), tensor.scale, tensor.format)
 
 
 def _check_format(format: str) -> str:

@@ -12,6 +12,9 @@ from golden_files import case, relative_error
 from test_generate import inside_loops
 
 import deepinfer_jax as di
+from pallas_kernels.gpu_layout import LARGEST_SCALE, SMALLEST_SCALE
+from pallas_kernels.grouped_matmul import linear, runs_here
+from pallas_kernels.layouts import QuantizedTensor, quantize
 
 pytestmark = pytest.mark.gpu
 LENGTH, ROWS = 200, 160
@@ -114,3 +117,41 @@ def test_drafts_give_the_undrafted_tokens_in_fast_float32():
     inside = inside_loops(compiled.as_text()).splitlines()
     copies = [line for line in inside if re.search(r" copy(-start)?\(", line)]
     assert not [line for line in copies if any(pool in line for pool in pools)]
+
+
+def hopper_only():
+    if not runs_here():
+        pytest.skip("no Hopper GPU")
+
+
+@pytest.mark.parametrize("format", ["fp4_1x32", "fp8_32x32"])
+def test_every_code_and_scale_is_unpacked_exactly(format):
+    """Rows of the identity read single columns of a weight: the product is the weight itself."""
+    hopper_only()
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (128, 256 if format == "fp4_1x32" else 512), dtype=np.uint8)
+    codes[(codes & 0x7F) == 0x7F] -= 1 if format == "fp8_32x32" else 0
+    rows = 128 if format == "fp4_1x32" else 4
+    scale = rng.integers(SMALLEST_SCALE, LARGEST_SCALE + 1, (rows, 16))
+    codes = jnp.asarray(codes)
+    if format == "fp8_32x32":
+        codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    weight = QuantizedTensor(codes, jnp.asarray(scale, jnp.uint8), format)
+    identity = jnp.eye(512, dtype=jnp.bfloat16)
+    product = linear(identity, weight.to_layout("gpu"), implementation="gpu")
+    expected = np.asarray(weight.dequantize().T.astype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(product.astype(jnp.float32)), expected)
+
+
+def test_rows_keep_their_bits_beside_any_others():
+    hopper_only()
+    rng = np.random.default_rng(1)
+    weight = rng.standard_normal((1280, 1024)).astype(np.float32)
+    weight = quantize(jnp.asarray(weight), "fp8_32x32").to_layout("gpu")
+    x = jnp.asarray(rng.standard_normal((300, 1024)), jnp.bfloat16)
+    every = np.asarray(linear(x, weight, implementation="gpu").astype(jnp.float32))
+    for first, count in ((0, 1), (7, 9), (31, 33), (100, 200)):
+        some = linear(x[first : first + count], weight, implementation="gpu")
+        np.testing.assert_array_equal(
+            np.asarray(some.astype(jnp.float32)), every[first : first + count]
+        )

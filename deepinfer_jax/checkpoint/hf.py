@@ -352,7 +352,9 @@ def save(
     Args:
       path: directory, made if needed.
       config: the configuration; its `quantized` is set to what `take` returns.
-      take: returns the weight of a path, bfloat16, float32 or a `QuantizedTensor`.
+      take: returns the weight of a path, bfloat16, float32 or a `QuantizedTensor` in any layout.
+        All layouts give the same bytes, but "gpu" has forgotten the scale bytes of blocks that are
+        all zero: 127 is written for them.
       parts: which parts to write; default all that the configuration has.
 
     Raises:
@@ -402,11 +404,12 @@ def _released_tensors(
     names = released_names(path, spec)
     scales = tuple(scale_name(name) for name in names)
     if isinstance(weight, QuantizedTensor):
-        if FORMATS.get(spec.kind) != weight.format or weight.layout != "plain":
+        if FORMATS.get(spec.kind) != weight.format:
             raise ValueError(
-                f"{path} is {weight.format} in layout {weight.layout}; a {spec.kind} weight is "
-                f"saved as {FORMATS.get(spec.kind, 'a float')} in layout plain"
+                f"{path} is {weight.format}; a {spec.kind} weight is saved as "
+                f"{FORMATS.get(spec.kind, 'a float')}"
             )
+        weight = weight.to_layout("plain")
         dtype = "I8" if weight.format == "fp4_1x32" else "F8_E4M3"
         tensors = ((names, dtype, weight.codes), (scales, "F8_E8M0", weight.scale))
     else:

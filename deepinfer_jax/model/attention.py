@@ -27,7 +27,6 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.rows import Rows, over_rows
 from pallas_kernels.index_select import candidate_blocks, index_scores, top_entries
 from pallas_kernels.quantize import fp8_blocks, nvfp4_blocks
-from pallas_kernels.rounding import round_to
 from pallas_kernels.sparse_attention import sparse_attention
 
 
@@ -218,16 +217,8 @@ class Attention(nnx.Module):
         o = einops.rearrange(o, "t (g h) e -> t g (h e)", g=config.o_groups)
         if numerics.quantize_wo_a:
             o = fp8_blocks(o)
-        wo_a = self.wo_a.values(numerics.activation)
-        wo_a = einops.rearrange(wo_a, "(g r) d -> g r d", g=config.o_groups)
-        y = jnp.einsum(
-            "tgd,grd->tgr",
-            o,
-            wo_a,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=numerics.wide,
-        )
-        y = einops.rearrange(round_to(y, numerics.activation), "t g r -> t (g r)")
+        y = self.wo_a.grouped(o, config.o_groups, numerics)
+        y = einops.rearrange(y, "t g r -> t (g r)")
         return self.wo_b.quantized(y, numerics), weights
 
 

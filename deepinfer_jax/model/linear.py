@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from deepinfer_jax.numerics import Numerics
+from pallas_kernels.grouped_matmul import grouped_linear, linear
 from pallas_kernels.layouts import QuantizedTensor
 from pallas_kernels.quantize import fp8_blocks
 from pallas_kernels.rounding import round_to
@@ -44,8 +45,18 @@ class Linear(nnx.Module):
 
     def plain(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """`blinear` of spec 2.1: activation as it is, result rounded to the activation dtype."""
+        weight = self.weight.get_value()
+        if x.ndim == 2 and isinstance(weight, QuantizedTensor) and weight.layout == "gpu":
+            return linear(x, weight)
         y = product(x, self.values(numerics.activation), numerics.wide)
         return round_to(y, numerics.activation)
+
+    def grouped(self, x: jax.Array, groups: int, numerics: Numerics) -> jax.Array:
+        """`plain` for each group with its own rows of the weight: [T, G, K] to [T, G, N / G]."""
+        weight = self.weight.get_value()
+        if not isinstance(weight, QuantizedTensor):
+            weight = weight.astype(numerics.activation)
+        return grouped_linear(x, weight, groups=groups)
 
     def quantized(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """`qlinear` of spec 2.1: activation through e4m3 first."""

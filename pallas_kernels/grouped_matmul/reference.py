@@ -187,7 +187,8 @@ def _tiles_save(x, weight, experts, chosen, valid, limit, quantize, tile):
     return y, (x, weight, experts, chosen, valid)
 
 
-def _tiles_pull(limit, quantize, tile, saved, cotangent):
+def pull_through_dense(limit, quantize, saved, cotangent):
+    """Cotangents of (x, weight, experts, chosen, valid) through the dense form."""
     x, weight, experts, chosen, valid = saved
     x, weight = (jnp.where(valid[:, None], a, 0) for a in (x, weight))  # 0 * NaN would not be 0
 
@@ -196,6 +197,10 @@ def _tiles_pull(limit, quantize, tile, saved, cotangent):
 
     pull = jax.vjp(dense, x, weight, experts)[1]
     return (*pull(jnp.where(valid[:, None], cotangent, 0)), None, None)
+
+
+def _tiles_pull(limit, quantize, tile, saved, cotangent):
+    return pull_through_dense(limit, quantize, saved, cotangent)
 
 
 _tiles.defvjp(_tiles_save, _tiles_pull)

@@ -1,0 +1,281 @@
+"""The GPU kernel on a CPU: interpreted with race detection, and lowered for CUDA at real sizes.
+
+The interpreter runs the copies, barriers and products of `grouped_product` as they are written; but
+the unpacking of codes, which is device code, is computed in jnp there. `test_gpu.py` checks that.
+A race is an error of the interpreter: every interpreted test fails at one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import gpu_layout, layouts
+from pallas_kernels.grouped_matmul import (
+    Experts,
+    api,
+    expert_mlp,
+    gpu,
+    grouped_linear,
+    linear,
+    reference,
+    routed_experts,
+    tilings,
+)
+from pallas_kernels.grouped_matmul.gpu import Tiling, grouped_product
+from pallas_kernels.layouts import QuantizedTensor
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+FORMATS = ("fp4_1x32", "fp8_32x32", "bfloat16")
+H200 = "NVIDIA H200"
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def stack(rng, format, *shape):
+    """A random weight of variance one over its columns, and its values."""
+    weight = normal(rng, *shape) / shape[-1] ** 0.5
+    if format == "bfloat16":
+        weight = weight.astype(jnp.bfloat16)
+        return weight, np.asarray(weight.astype(jnp.float32), np.float64)
+    plain = layouts.quantize(weight, format)
+    return plain.to_layout("gpu"), np.asarray(plain.dequantize(jnp.float32), np.float64)
+
+
+def rounded(values):
+    return np.asarray(jnp.asarray(values, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+
+def apart(result, exact):
+    result = np.asarray(result.astype(jnp.float32), np.float64)
+    return np.linalg.norm(result - exact) / np.linalg.norm(exact)
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    """Every test starts and ends without another's buffers; programs are traced anew."""
+    jax.clear_caches()
+    yield
+    interpret_pallas_call.gpu_callbacks.reset_gpu_interpret_mode_state()
+    jax.clear_caches()
+
+
+class Case:
+    """Three tiles over two used groups of three, the last tile not live."""
+
+    def __init__(self, format, rows, columns, seed=0):
+        rng = np.random.default_rng(seed)
+        self.rows = rows
+        self.gate, self.gate_values = stack(rng, format, 3, 128, columns)
+        self.up, self.up_values = stack(rng, format, 3, 128, columns)
+        self.x = normal(rng, 3 * rows, columns).astype(jnp.bfloat16)
+        self.share = jnp.asarray(rng.random(3 * rows), jnp.float32)
+        self.group, self.live = jnp.array([2, 0, 1], jnp.int32), jnp.array([2], jnp.int32)
+
+    def run(self, tiling, weights, share=None, limit=0.0):
+        return grouped_product(
+            self.x, weights, self.group, self.live, share,
+            tiling=tiling, limit=limit, interpret=INTERPRET,
+        )[: 2 * self.rows]  # fmt: skip
+
+    def exact(self, values):
+        x = np.asarray(self.x.astype(jnp.float32), np.float64)
+        tiles = [x[i * self.rows : (i + 1) * self.rows] @ values[g].T for i, g in ((0, 2), (1, 0))]
+        return np.concatenate(tiles)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_product(format, split):
+    case = Case(format, rows=8, columns=1536)  # more chunks than stages: slots are used again
+    y = case.run(Tiling(8, 2, 2, 1, split), (case.gate,))
+    assert apart(y, case.exact(case.gate_values)) < 3e-3
+
+
+@pytest.mark.parametrize(("format", "split"), [("fp4_1x32", False), ("fp8_32x32", True)])
+def test_swiglu(format, split):
+    case, limit = Case(format, rows=16, columns=1024), 0.7
+    y = case.run(Tiling(16, 2, 2, 2, split), (case.gate, case.up), case.share, limit)
+    gate, up = (rounded(case.exact(v)) for v in (case.gate_values, case.up_values))
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    exact = gate / (1 + np.exp(-gate)) * up * np.asarray(case.share, np.float64)[:32, None]
+    assert apart(y, exact) < 4e-3
+
+
+def skip_wait(monkeypatch, number):
+    """Leave out one `barrier_wait` of the kernel's text, counted from its top."""
+    count, wait = 0, plgpu.barrier_wait
+
+    def sometimes(barrier):
+        nonlocal count
+        count += 1
+        if count != number:
+            wait(barrier)
+
+    monkeypatch.setattr(gpu.plgpu, "barrier_wait", sometimes)
+    return lambda: count
+
+
+# The kernel is traced from top to bottom: the copying warpgroup waits for a free slot, the
+# multiplying ones for data; in split tilings then for the partial sums.
+@pytest.mark.parametrize(("number", "what"), [(1, "free slot"), (2, "copied data")])
+def test_missing_wait_is_caught(monkeypatch, number, what):
+    seen = skip_wait(monkeypatch, number)
+    case = Case("fp8_32x32", rows=8, columns=1536)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        jax.block_until_ready(case.run(Tiling(8, 2, 2, 1), (case.gate,)))
+        pytest.fail(f"nobody noticed the missing wait for {what}")
+    assert seen() == 2, "the kernel has other waits than this test knows"
+
+
+def quantized_shape(format, *shape):
+    codes, scale = gpu_layout.chunks(format, shape)
+    words = (jax.ShapeDtypeStruct(s, jnp.uint32) for s in (codes, scale))
+    return QuantizedTensor(*words, format, "gpu")
+
+
+def lowered(tiling, weights, tiles):
+    """Bytes of the program for an H200 that is not there."""
+    columns = weights[0].shape[-1]
+    rows = tiles * tiling.rows
+
+    def call(x, weights, group, live, share):
+        share = share if len(weights) == 2 else None
+        return grouped_product(x, weights, group, live, share, tiling=tiling, limit=10.0)
+
+    device = jax.sharding.AbstractDevice(device_kind=H200, platform="gpu", num_cores=132)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+        return jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(
+            jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
+            weights,
+            jax.ShapeDtypeStruct((tiles,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ).mlir_module()
+
+
+RELEASED_DENSE = {
+    "wq_a": (1280, 5120),
+    "wq_b": (32768, 1280),
+    "wkv": (512, 5120),
+    "wo_b": (5120, 8192),
+    "shared down": (5120, 2304),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 72])
+def test_released_experts_lower_for_cuda(rows):
+    up = (quantized_shape("fp4_1x32", 384, 2304, 5120),) * 2
+    down = (quantized_shape("fp4_1x32", 384, 5120, 2304),)
+    for weights in (up, down):
+        blocks = 384 * weights[0].shape[1] // 64
+        tiling = tilings.choose(H200, len(weights), "fp4_1x32", blocks, rows)
+        assert "mosaic_gpu" in lowered(tiling, weights, 48)
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("name", RELEASED_DENSE)
+def test_released_linears_lower_for_cuda(name, rows):
+    shape = RELEASED_DENSE[name]
+    blocks = shape[0] // 64
+    split = tilings.splits(blocks, shape[1])
+    tiling = tilings.choose(H200, 1, "fp8_32x32", blocks, rows, split)
+    assert "mosaic_gpu" in lowered(tiling, (quantized_shape("fp8_32x32", 1, *shape),), 1)
+
+
+def test_live_tiles_are_data(compile_counter):
+    case = Case("fp8_32x32", rows=8, columns=512)
+    case.run(Tiling(8, 1, 2, 1), (case.gate,))
+    before = compile_counter.count
+    case.live, case.group = case.live - 1, case.group[::-1]
+    compiled = compile_counter.count
+    y = case.run(Tiling(8, 1, 2, 1), (case.gate,))
+    assert compile_counter.count - compiled <= 0 and compiled >= before
+    x = np.asarray(case.x[:8].astype(jnp.float32), np.float64)
+    assert apart(y[:8], x @ case.gate_values[1].T) < 3e-3
+
+
+class TestEntries:
+    """The public functions around the kernel, interpreted, against plain JAX."""
+
+    @pytest.fixture(autouse=True)
+    def pretend(self, monkeypatch):
+        monkeypatch.setattr(api, "runs_here", lambda: True)
+        interpreted = functools.partial(grouped_product, interpret=INTERPRET)
+        monkeypatch.setattr(api, "grouped_product", interpreted)
+
+    def test_routed_experts(self):
+        rng, (D, F, X, T, K) = np.random.default_rng(1), (512, 256, 6, 5, 2)
+        shapes = ((X, F, D), (X, F, D), (X, D, F))
+        plain = Experts(*(layouts.quantize(normal(rng, *s) / 16, "fp4_1x32") for s in shapes))
+        arranged = Experts(*(w.to_layout("gpu") for w in plain))
+        x = normal(rng, T, D).astype(jnp.bfloat16).at[2].set(jnp.nan)
+        chosen = np.sort([rng.choice(X - 1, K, replace=False) for _ in range(T)], axis=1)
+        weight = jnp.asarray(rng.random((T, K)), jnp.float32)
+        given = x, jnp.asarray(chosen, jnp.int32), weight, jnp.arange(T) != 2
+        y = routed_experts(*given, arranged, limit=10.0, quantize=True, implementation="gpu")
+        exact = reference.routed_experts(
+            *given, plain, limit=10.0, quantize=True, implementation="tiles"
+        )
+        assert (np.asarray(y[2]) == 0).all()
+        assert apart(y, np.asarray(exact, np.float64)) < 3e-3
+
+    def test_linears_and_shared_expert(self):
+        rng = np.random.default_rng(2)
+        w = layouts.quantize(normal(rng, 512, 512) / 16, "fp8_32x32")
+        x = normal(rng, 5, 4, 512).astype(jnp.bfloat16)
+        for run in (
+            lambda w, how: linear(x[:, 0], w, implementation=how),
+            lambda w, how: grouped_linear(x, w, groups=4, implementation=how),
+            lambda w, how: expert_mlp(
+                x[:, 0], None, Experts(w, w, w), limit=10.0, quantize=True, implementation=how
+            ),
+        ):
+            exact = np.asarray(run(w, "xla").astype(jnp.float32), np.float64)
+            assert apart(run(w.to_layout("gpu"), "gpu"), exact) < 3e-3
+
+    def test_gradient_of_the_rows(self):
+        rng = np.random.default_rng(3)
+        w = layouts.quantize(normal(rng, 256, 256) / 16, "fp8_32x32")
+        x, y = (normal(rng, 3, 256).astype(jnp.bfloat16) for _ in range(2))
+
+        def loss(x, w, how):
+            return jnp.sum((linear(x, w, implementation=how) * y).astype(jnp.float32))
+
+        ours = jax.grad(loss)(x, w.to_layout("gpu"), "gpu")
+        assert apart(ours, np.asarray(jax.grad(loss)(x, w, "xla"), np.float64)) < 3e-3
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda x, w: (x.astype(jnp.float32), w), "bfloat16 rows"),
+            (lambda x, w: (x, w.to_layout("plain")), "layout 'gpu'"),
+        ],
+    )
+    def test_what_cannot_run_says_why(self, change, message):
+        rng = np.random.default_rng(4)
+        w = layouts.quantize(normal(rng, 64, 256), "fp8_32x32").to_layout("gpu")
+        x, w = change(normal(rng, 2, 256).astype(jnp.bfloat16), w)
+        with pytest.raises(ValueError, match=message):
+            linear(x, w, implementation="gpu")
+
+
+def test_another_device_says_why():
+    w = layouts.quantize(jnp.ones((64, 256)), "fp8_32x32").to_layout("gpu")
+    with pytest.raises(ValueError, match="Hopper"):
+        linear(jnp.ones((1, 256), jnp.bfloat16), w, implementation="gpu")
+    with pytest.raises(ValueError, match="does not exist"):
+        linear(jnp.ones((1, 256), jnp.bfloat16), w, implementation="fast")
+
+
+@pytest.mark.parametrize(("pairs", "rows"), [(48, 8), (1536, 8), (3072, 16), (49152, 72)])
+def test_expert_tiles_follow_the_mean(pairs, rows):
+    assert tilings.expert_tile_rows(pairs, 384) == rows
