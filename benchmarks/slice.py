@@ -457,7 +457,10 @@ def _own_times(events: Iterable[Any]) -> Iterator[tuple[Any, float]]:
             done, own = inside.pop()
             yield done, own / 1e9
         if inside:
-            inside[-1][1] -= event.duration_ns
+            # On a GPU a copy may begin inside a kernel and outlast it.
+            around = inside[-1][0]
+            left = around.start_ns + around.duration_ns - event.start_ns
+            inside[-1][1] -= min(event.duration_ns, left)
         inside.append([event, event.duration_ns])
     for done, own in inside:
         yield done, own / 1e9

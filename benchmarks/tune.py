@@ -59,9 +59,9 @@ def candidates(products, format, shape, rows, split):
             continue
         if blocks > 1 and (rows >= 64 or blocks * (warpgroups + 1) > 10):
             continue
-        room = tilings._SHARED_BYTES // tilings._bytes(tiling, products, format)
+        room = tilings.SHARED_BYTES // tilings.shared_bytes(tiling, products, format)
         more = Tiling(rows, warpgroups, stages + 1, blocks, split)
-        fuller = tilings._SHARED_BYTES // tilings._bytes(more, products, format)
+        fuller = tilings.SHARED_BYTES // tilings.shared_bytes(more, products, format)
         # With fewer stages than fit, only half of them is worth a try.
         if room >= blocks and (fuller < blocks or stages in (2, 4)):
             yield tiling
@@ -120,7 +120,7 @@ def main():
             found.sort(key=lambda pair: pair[0])
             for took, tiling in found if options.all else found[:2]:
                 print(
-                    f'{name}: ("{device}", {products}, "{format}", {shape}, {rows}): {tiling}  '
+                    f'{name}: ("{device}", {products}, "{format}", {rows}): {tiling}  '
                     f"{took * 1e6:.1f} us, {moved / took / 1e12:.2f} TB/s",
                     flush=True,
                 )

@@ -1,6 +1,7 @@
-"""How products are cut on each device: a small table, made by benchmarks/tune.py.
+"""How products are cut: a small table by device, and a rule for what is not in it.
 
-What is not in the table follows from what a multiprocessor's shared memory holds.
+The table holds what was fastest at the released sizes; benchmarks/tune.py measures candidates. The
+rule fills a multiprocessor's shared memory.
 """
 
 import dataclasses
@@ -9,7 +10,8 @@ import functools
 from pallas_kernels.gpu_layout import COLUMNS, FORMS, ROWS
 from pallas_kernels.grouped_matmul.gpu import Tiling
 
-_SHARED_BYTES = 226 * 1024
+# Of a multiprocessor, for all its blocks.
+SHARED_BYTES = 226 * 1024
 # Fewer blocks of 64 weight rows than this leave multiprocessors idle: columns are shared then.
 _FEW_BLOCKS = 132
 
@@ -61,7 +63,7 @@ def choose(
         split: from `splits`; never for experts.
     """
     if split:
-        while _bytes(Tiling(rows, 2, 2, 1, True), products, format) > _SHARED_BYTES:
+        while shared_bytes(Tiling(rows, 2, 2, 1, True), products, format) > SHARED_BYTES:
             rows //= 2
         return _fill(Tiling(rows, 2, 2, 1, True), products, format)
     if blocks < 2 * _FEW_BLOCKS:
@@ -71,7 +73,7 @@ def choose(
         return measured
     for warpgroups in (4, 3, 2, 1) if rows >= 32 else (2, 1):
         tiling = Tiling(rows, warpgroups, 2, 1)
-        if blocks % warpgroups == 0 and _bytes(tiling, products, format) <= _SHARED_BYTES:
+        if blocks % warpgroups == 0 and shared_bytes(tiling, products, format) <= SHARED_BYTES:
             return _fill(tiling, products, format)
     raise ValueError(f"no tiling of {rows} rows fits {products} products of {format}")
 
@@ -80,17 +82,17 @@ def _fill(tiling: Tiling, products: int, format: str) -> Tiling:
     """As many blocks to a multiprocessor as fit, up to three, then as many stages up to six."""
     blocks = 1
     if tiling.rows < 64 and not tiling.split:
-        blocks = min(3, _SHARED_BYTES // _bytes(tiling, products, format))
+        blocks = min(3, SHARED_BYTES // shared_bytes(tiling, products, format))
     best = dataclasses.replace(tiling, blocks=blocks)
     for stages in range(3, 7):
         more = dataclasses.replace(best, stages=stages)
-        if blocks * _bytes(more, products, format) > _SHARED_BYTES:
+        if blocks * shared_bytes(more, products, format) > SHARED_BYTES:
             break
         best = more
     return best
 
 
-def _bytes(tiling: Tiling, products: int, format: str) -> int:
+def shared_bytes(tiling: Tiling, products: int, format: str) -> int:
     """Shared memory of a block, with a kilobyte for barriers and alignment."""
     N, W = tiling.rows, tiling.warpgroups
     across, along = (1, W) if tiling.split else (W, 1)
