@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import gpu_layout
 from pallas_kernels.grouped_matmul import tilings
-from pallas_kernels.grouped_matmul.gpu import Tiling, grouped_product
+from pallas_kernels.grouped_matmul.gpu import grouped_product
+from pallas_kernels.grouped_matmul.tilings import Tiling
 from pallas_kernels.layouts import QuantizedTensor
 
 # name: (products, format, weights in the stack, rows and columns of one)

@@ -26,7 +26,8 @@ from pallas_kernels.grouped_matmul import (
     routed_experts,
     tilings,
 )
-from pallas_kernels.grouped_matmul.gpu import Tiling, grouped_product
+from pallas_kernels.grouped_matmul.gpu import grouped_product
+from pallas_kernels.grouped_matmul.tilings import Tiling
 from pallas_kernels.layouts import QuantizedTensor
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)

@@ -15,7 +15,6 @@ from jax import lax
 
 from pallas_kernels.gpu_layout import ROWS
 from pallas_kernels.grouped_matmul import reference, tilings
-from pallas_kernels.grouped_matmul.gpu import grouped_product
 from pallas_kernels.grouped_matmul.reference import Experts
 from pallas_kernels.layouts import QuantizedTensor
 from pallas_kernels.quantize import fp8_blocks
@@ -152,6 +151,13 @@ def runs_here() -> bool:
     """Whether the default device is one that the kernel was written for."""
     device = jax.devices()[0]
     return device.platform == "gpu" and device.compute_capability.startswith("9.")
+
+
+def grouped_product(*arguments, **options) -> jax.Array:
+    """The kernel, imported where it runs: it needs parts of jaxlib that not all builds have."""
+    from pallas_kernels.grouped_matmul import gpu
+
+    return gpu.grouped_product(*arguments, **options)
 
 
 def _tiling(products, weight, blocks, rows, split=False):

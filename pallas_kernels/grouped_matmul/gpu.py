@@ -23,33 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu_layout import COLUMNS, FORMS, RESTORE, ROWS
+from pallas_kernels.grouped_matmul.tilings import Tiling
 from pallas_kernels.grouped_matmul.unpack import unpack_columns
 from pallas_kernels.layouts import QuantizedTensor
 
 _PART = 64  # columns that a matrix instruction group takes from 128 swizzled bytes of bfloat16
 _COPY_REGISTERS = 40
 _SWIZZLED = (plgpu.TilingTransform((8, _PART)), plgpu.SwizzleTransform(128))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a product is cut; all but `split` changes no bit of the result.
-
-    Attributes:
-        rows: N, activation rows of a tile, a multiple of 8 up to 256.
-        warpgroups: multiplying warpgroups of a block.
-        stages: chunks in flight.
-        blocks: blocks that one multiprocessor holds.
-        split: all warpgroups take the same 64 rows of weights and share the columns, for weights
-            with too few rows to keep every multiprocessor busy. The partial sums are added in a
-            fixed order: this alone changes bits, so it may depend on nothing but the weight.
-    """
-
-    rows: int
-    warpgroups: int
-    stages: int
-    blocks: int
-    split: bool = False
 
 
 # A model calls it for every layer: as a program of its own it is traced and lowered once.

@@ -8,7 +8,28 @@ import dataclasses
 import functools
 
 from pallas_kernels.gpu_layout import COLUMNS, FORMS, ROWS
-from pallas_kernels.grouped_matmul.gpu import Tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a product is cut; all but `split` changes no bit of the result.
+
+    Attributes:
+        rows: N, activation rows of a tile, a multiple of 8 up to 256.
+        warpgroups: multiplying warpgroups of a block.
+        stages: chunks in flight.
+        blocks: blocks that one multiprocessor holds.
+        split: all warpgroups take the same 64 rows of weights and share the columns, for weights
+            with too few rows to keep every multiprocessor busy. The partial sums are added in a
+            fixed order: this alone changes bits, so it may depend on nothing but the weight.
+    """
+
+    rows: int
+    warpgroups: int
+    stages: int
+    blocks: int
+    split: bool = False
+
 
 # Of a multiprocessor, for all its blocks.
 SHARED_BYTES = 226 * 1024

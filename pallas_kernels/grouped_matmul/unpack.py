@@ -26,11 +26,10 @@ def unpack_columns(codes, scales, part: int, format: str) -> jax.Array:
         part: which quarter of its columns.
         format: a key of `FORMS`.
     """
+
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(
-            (ROWS, _PART), jnp.bfloat16, layout=plgpu.Layout.WGMMA
-        ),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, _PART), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def device_code(_, codes, scales):
         return _unpack(codes, scales, part, format)
