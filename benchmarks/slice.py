@@ -24,17 +24,12 @@ Letters: B rows, one of each sequence; D hidden, K chosen experts, X experts, V 
 """
 
 import argparse
-import collections
 import functools
 import json
-import math
-import re
 import statistics
 import sys
-import tempfile
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,58 +37,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from kernels import CEILINGS, random_weight, timed, weight_bytes
+from kernels import CEILINGS
+from operands import weight_bytes
+from parts import TRACED, profile
+from slice_model import random_cache, random_model, slice_config
+from timing import timed
 from tqdm import tqdm
 
 import deepinfer_jax as di
-from deepinfer_jax import testing
 from deepinfer_jax.checkpoint.tensor_names import FORMATS, ParameterSpec, parameter_specs
-from deepinfer_jax.config import VisionConfig
 from pallas_kernels.layouts import LAYOUTS
 
-SCHEDULE = dict(
-    num_hidden_layers=8,
-    compress_ratios=(0, 2, 2, 2, 1, 1, 1, 1),
-    kv_source_layer_ids=(1, 4),
-    index_source_layer_ids=(1, 4, 6),
-    candidate_source_layer_id=4,
-    engram_layer_ids=(),
-    engram_num_embeddings=(),
-    num_nextn_predict_layers=0,
-    dspark_target_layer_ids=(),
-    vision_config=VisionConfig(num_hidden_layers=0),
-)
-# Toy widths that layout "gpu" can hold as well.
-SMALL = dict(
-    vocab_size=512,
-    hidden_size=256,
-    moe_intermediate_size=256,
-    num_attention_heads=4,
-    head_dim=128,
-    qk_rope_head_dim=16,
-    q_lora_rank=256,
-    o_lora_rank=128,
-    o_groups=2,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    sliding_window=16,
-    index_n_heads=4,
-    index_head_dim=32,
-    index_topk=8,
-    candidate_topk_blocks=4,
-    candidate_block_size=4,
-    hc_sinkhorn_iters=2,
-    dspark_noise_token_id=3,
-    image_token_id=4,
-)
-BIAS_SIZE = 0.1  # of router biases, relative to those of `testing.random_weights`
-ON_DEVICE = 1 << 24  # weights from this size on are never on the host
-
-SCOPES = ("engram", "attention", "router", "shared_expert", "experts", "remember", "head")
-REST_OF_LAYER, OTHER, UNNAMED = "rest of layers", "other", "no name in the trace"
-LARGEST = 25
-TRACED = 5
 # A graph of launches hides which operation a kernel belongs to; no program is as large as this.
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
@@ -117,85 +71,6 @@ class Moved(NamedTuple):
     def total(self) -> float:
         """All of them."""
         return sum(self)
-
-
-class Kernel(NamedTuple):
-    """One piece of device time: what ran, the part of the model it belongs to, seconds."""
-
-    name: str
-    part: str
-    seconds: float
-
-
-# The model
-
-
-def slice_config(*, small: bool = False) -> di.Config:
-    """The released configuration with 8 layers; `small` shrinks its widths, not its roles."""
-    return di.Config(**SCHEDULE | (SMALL if small else {}))
-
-
-def random_model(config: di.Config, layout: str, seed: int = 0) -> di.Transformer:
-    """A model of random weights, the large ones made where they stay.
-
-    Args:
-        config: of the slice.
-        layout: of the quantised weights, one of `pallas_kernels.layouts.LAYOUTS`.
-        seed: chooses the weights.
-
-    Raises:
-        ValueError: an unknown layout, or a weight that does not fit it.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    specs, small = parameter_specs(config), testing.random_weights(config, seed, quantized=False)
-    progress = tqdm(total=len(specs), desc="weights", file=sys.stderr)
-
-    def take(path: str) -> Any:
-        spec = specs[path]
-        progress.update()
-        key = jax.random.key(zlib.crc32(f"{seed} {path}".encode()))
-        if spec.kind in FORMATS:
-            weight = _random_quantized(key, FORMATS[spec.kind], spec.shape, layout)
-            # One at a time: makers queued together would hold their temporaries together.
-            return jax.block_until_ready(weight)
-        if spec.size >= ON_DEVICE:
-            size = 1.0 if path == "embed.weight" else spec.shape[-1] ** -0.5
-            return _random_array(key, spec.shape, size)
-        weight = small(path)
-        return BIAS_SIZE * weight if ".gate.bias" in path else weight
-
-    with progress:
-        return di.Transformer(config, di.Numerics(reproducible=False), take)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_quantized(key, format: str, shape: tuple[int, ...], layout: str):
-    """One matrix after another: the plain codes of a stack never exist all at once."""
-    if len(shape) == 2:
-        return random_weight(key, format, shape, layout)
-    keys = jax.random.split(key, shape[0])
-    return lax.map(lambda key: random_weight(key, format, shape[1:], layout), keys)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _random_array(key, shape: tuple[int, ...], size: float) -> jax.Array:
-    return (size * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def random_cache(key, config: di.Config, slots: int, capacity: int) -> di.Cache:
-    """A cache whose every position holds normal values."""
-    cache = di.init_cache(config, slots, capacity)
-
-    def fill(salt: int, arrays):
-        leaves, structure = jax.tree.flatten(arrays)
-        keys = jax.random.split(jax.random.fold_in(key, salt), len(leaves))
-        values = [jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=True)]
-        return jax.tree.unflatten(structure, values)
-
-    fields = ("window", "entries", "keys", "parts")
-    return cache.replace(**{name: fill(i, getattr(cache, name)) for i, name in enumerate(fields)})
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -398,118 +273,6 @@ def table(rows: list[dict[str, Any]]) -> None:
             f"| {row['ms_per_step_waited']:.3f} | {row['ms_floor']:.3f} "
             f"| {row['share_of_floor']:.3f} | {row['tokens_per_second']:.0f} |"
         )
-
-
-# Where the time goes
-
-
-def operation_names(text: str) -> dict[str, str]:
-    """From instructions of compiled HLO, in both spellings of kernels, to the names JAX gave."""
-    names = {}
-    found = re.finditer(
-        r'^\s*(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*op_name="([^"]*)"', text, re.MULTILINE
-    )
-    for instruction, name in (match.groups() for match in found):
-        names[instruction] = names[_kernel_name(instruction)] = name
-    return names
-
-
-def _kernel_name(instruction: str) -> str:
-    return re.sub(r"[.\-]", "_", instruction)
-
-
-def part_of(name: str | None) -> str:
-    """The part of the model that an operation's name belongs to."""
-    if name is None:
-        return UNNAMED
-    pieces = name.split("/")
-    named = [piece for piece in pieces if piece in SCOPES]
-    if named:
-        return named[0]
-    return REST_OF_LAYER if any(re.fullmatch(r"layer_\d+", p) for p in pieces) else OTHER
-
-
-def traced_kernels(file: Path, names: dict[str, str]) -> list[Kernel]:
-    """Device time in a recorded trace; without a GPU, time of operations on any thread."""
-    planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    kernels = []
-    for plane in devices or planes:
-        for line in plane.lines:
-            # Other lines of a GPU sum up the same kernels once more.
-            if devices and not line.name.startswith("Stream"):
-                continue
-            for event, seconds in _own_times(line.events):
-                operation = dict(event.stats).get("hlo_op")
-                if operation is None and not devices:
-                    continue
-                known = (names.get(key) for key in (operation, event.name))
-                name = next((name for name in known if name is not None), None)
-                kernels.append(Kernel(event.name, part_of(name), seconds))
-    return kernels
-
-
-def _own_times(events: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-    """Events of a line with the seconds that no event inside them takes."""
-    inside: list[list[Any]] = []  # event, nanoseconds of its own
-    for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
-        while inside and inside[-1][0].start_ns + inside[-1][0].duration_ns <= event.start_ns:
-            done, own = inside.pop()
-            yield done, own / 1e9
-        if inside:
-            # On a GPU a copy may begin inside a kernel and outlast it.
-            around = inside[-1][0]
-            left = around.start_ns + around.duration_ns - event.start_ns
-            inside[-1][1] -= min(event.duration_ns, left)
-        inside.append([event, event.duration_ns])
-    for done, own in inside:
-        yield done, own / 1e9
-
-
-def profile(stepper: Stepper, program: jax.stages.Compiled, timed_ms: float) -> dict[str, Any]:
-    """Trace some steps and print device time by part and by kernel, per step.
-
-    Args:
-        stepper: of the batch.
-        program: the step, compiled so that kernels carry the names of their operations.
-        timed_ms: what a step took untraced.
-    """
-    stepper.start(program)
-    stepper(1)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            stepper(TRACED)
-        files = list(Path(folder).rglob("*.xplane.pb"))
-        if files:
-            kernels = traced_kernels(files[0], operation_names(program.as_text()))
-    if not files or not kernels:
-        print(f"batch {stepper.batch}: the profiler recorded no kernels", flush=True)
-        return {}
-    parts, largest, launches = (collections.Counter() for _ in range(3))
-    for kernel in kernels:
-        parts[kernel.part] += 1e3 * kernel.seconds / TRACED
-        largest[kernel.part, kernel.name] += 1e3 * kernel.seconds / TRACED
-        launches[kernel.part, kernel.name] += 1
-    total = math.fsum(parts.values())
-    print(
-        f"\nbatch {stepper.batch}: device time of a step, traced, {total:.3f} ms; the step took "
-        f"{timed_ms:.3f} ms untraced"
-    )
-    print("| part | ms/step | share |\n|---|---|---|")
-    for part, spent in parts.most_common():
-        print(f"| {part} | {spent:.3f} | {spent / total:.3f} |")
-    print("\n| kernel | part | launches/step | ms/step | share |\n|---|---|---|---|---|")
-    rows = [
-        dict(kernel=name, part=part, launches=launches[part, name] / TRACED, ms=spent)
-        for (part, name), spent in largest.most_common(LARGEST)
-    ]
-    for row in rows:
-        print(
-            f"| {row['kernel'][:80]} | {row['part']} | {row['launches']:.1f} | {row['ms']:.3f} "
-            f"| {row['ms'] / total:.3f} |"
-        )
-    print(flush=True)
-    return {"ms_traced": total, "ms_by_part": dict(parts), "largest_kernels": rows}
 
 
 # The script

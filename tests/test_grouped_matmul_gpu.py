@@ -2,7 +2,8 @@
 
 The interpreter runs the copies, barriers and products of `grouped_product` as they are written; but
 the unpacking of codes, which is device code, is computed in jnp there. `test_gpu.py` checks that.
-A race is an error of the interpreter: every interpreted test fails at one.
+A race is an error of the interpreter: every interpreted test fails at one. So is a barrier that
+went on twice before anyone looked.
 """
 
 import functools
@@ -30,7 +31,8 @@ from pallas_kernels.grouped_matmul.gpu import grouped_product
 from pallas_kernels.grouped_matmul.tilings import Tiling
 from pallas_kernels.layouts import QuantizedTensor
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+# Copies that share one of the interpreter's copying threads are ordered, which hides their races.
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
 # That of 0.11 refuses a barrier whose last phase nobody waited for, which is no fault on a device.
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="the interpreter of jax 0.11 asks for idle waits"
@@ -71,6 +73,12 @@ def fresh_interpreter():
     jax.clear_caches()
 
 
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """One block of threads computes everything, so it uses each of its buffers again."""
+    monkeypatch.setattr(gpu, "_multiprocessors", lambda: 1)
+
+
 class Case:
     """Three tiles over two used groups of three, the last tile not live."""
 
@@ -105,7 +113,9 @@ def test_one_product(format, split):
 
 
 @interpreted
-@pytest.mark.parametrize(("format", "split"), [("fp4_1x32", False), ("fp8_32x32", True)])
+@pytest.mark.parametrize(
+    ("format", "split"), [("fp4_1x32", False), ("fp8_32x32", True), ("bfloat16", False)]
+)
 def test_swiglu(format, split):
     case, limit = Case(format, rows=16, columns=1024), 0.7
     y = case.run(Tiling(16, 2, 2, 2, split), (case.gate, case.up), case.share, limit)
@@ -115,31 +125,85 @@ def test_swiglu(format, split):
     assert apart(y, exact) < 4e-3
 
 
-def skip_wait(monkeypatch, number):
-    """Leave out one `barrier_wait` of the kernel's text, counted from its top."""
-    count, wait = 0, plgpu.barrier_wait
+@interpreted
+@pytest.mark.usefixtures("one_multiprocessor")
+def test_order_of_sums_depends_on_no_tile():
+    """Chunks of 256 columns: large, small, the first one's opposite, small; sums of each are exact.
 
-    def sometimes(barrier):
+    One after the other, the first small sum is rounded as the large one is, and the opposite takes
+    only the large one away. Split, even and odd chunks are added apart and nothing is lost. That
+    the order shows in the results is asserted too.
+    """
+    rng = np.random.default_rng(7)
+    size = rng.permutation([0, *rng.integers(1, 18, 2)])
+    w = normal(rng, 3, 128, 1024) / 32
+    plain = layouts.quantize(w.at[:, :, 512:768].set(w[:, :, :256]), "fp4_1x32")
+    weight, values = plain.to_layout("gpu"), np.asarray(plain.dequantize(jnp.float32), np.float64)
+    x = rng.integers(-8, 9, (size.sum(), 1024)).astype(np.float64)
+    x[:, :256] *= 2**24
+    x[:, 512:768] = -x[:, :256]
+    x = jnp.asarray(x, jnp.bfloat16)
+
+    def in_tiles(tiling):
+        N = tiling.rows
+        tiles = -(-size // N)
+        first = (np.cumsum(tiles) - tiles) * N
+        address = np.concatenate([f + np.arange(n) for f, n in zip(first, size, strict=True)])
+        live = tiles.sum()
+        rows = jnp.full(((live + 1) * N, 1024), jnp.nan, jnp.bfloat16).at[address].set(x)
+        group = np.append(np.repeat(np.arange(3), tiles), 10**6)  # nobody reads the last tile's
+        y = grouped_product(
+            rows, (weight,), jnp.asarray(group, jnp.int32), jnp.full(1, live, jnp.int32),
+            tiling=tiling, interpret=INTERPRET,
+        )  # fmt: skip
+        return y[address]
+
+    owner = np.repeat(np.arange(3), size)
+    exact = np.einsum("tc,tmc->tm", np.asarray(x.astype(jnp.float32), np.float64), values[owner])
+    whole, split = (in_tiles(Tiling(8, 2, 2, 1, split)) for split in (False, True))
+    for y, other in ((whole, Tiling(16, 1, 3, 1)), (split, Tiling(16, 2, 3, 1, True))):
+        np.testing.assert_array_equal(in_tiles(other).view(jnp.uint16), y.view(jnp.uint16))
+    assert apart(split, exact) < 3e-3 < 0.1 < apart(whole, exact)
+
+
+def skip_wait(monkeypatch, name, number):
+    """Leave out one wait of the kernel's text, counted from its top."""
+    count, wait = 0, getattr(plgpu, name)
+
+    def sometimes(*arguments, **options):
         nonlocal count
         count += 1
         if count != number:
-            wait(barrier)
+            wait(*arguments, **options)
 
-    monkeypatch.setattr(gpu.plgpu, "barrier_wait", sometimes)
+    monkeypatch.setattr(gpu.plgpu, name, sometimes)
     return lambda: count
 
 
 # The kernel is traced from top to bottom: the copying warpgroup waits for a free slot, the
-# multiplying ones for data; in split tilings then for the partial sums.
+# multiplying ones for data; in split tilings then for the place of partial sums, for the sums, and
+# idly at the end. The split product has no more steps than stages: with more, slots that become
+# free order the partial sums too.
 @interpreted
-@pytest.mark.parametrize(("number", "what"), [(1, "free slot"), (2, "copied data")])
-def test_missing_wait_is_caught(monkeypatch, number, what):
-    seen = skip_wait(monkeypatch, number)
-    case = Case("fp8_32x32", rows=8, columns=1536)
+@pytest.mark.usefixtures("one_multiprocessor")
+@pytest.mark.parametrize(
+    ("name", "number", "split", "what"),
+    [
+        ("barrier_wait", 1, False, "a free slot"),
+        ("barrier_wait", 2, False, "copied data"),
+        ("barrier_wait", 3, True, "the place of partial sums"),
+        ("barrier_wait", 4, True, "partial sums"),
+        ("wait_smem_to_gmem", 1, False, "results on their way out"),
+    ],
+)
+def test_missing_wait_is_caught(monkeypatch, name, number, split, what):
+    seen = skip_wait(monkeypatch, name, number)
+    case = Case("bfloat16", rows=8, columns=512)
+    # Which of the two it is depends on how threads meet.
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED|no threads observed"):
-        jax.block_until_ready(case.run(Tiling(8, 2, 2, 1), (case.gate,)))
+        jax.block_until_ready(case.run(Tiling(8, 2, 2, 1, split), (case.gate,)))
         pytest.fail(f"nobody noticed the missing wait for {what}")
-    assert seen() == 2, "the kernel has other waits than this test knows"
+    assert seen() == (5 if split else 2), "the kernel has other waits than this test knows"
 
 
 def quantized_shape(format, *shape):
@@ -170,12 +234,13 @@ def lowered(tiling, weights, tiles):
         ).mlir_module()
 
 
-RELEASED_DENSE = {
-    "wq_a": (1280, 5120),
-    "wq_b": (32768, 1280),
-    "wkv": (512, 5120),
-    "wo_b": (5120, 8192),
-    "shared down": (5120, 2304),
+RELEASED_DENSE = {  # products, and rows and columns of a weight
+    "wq_a": (1, 1280, 5120),
+    "wq_b": (1, 32768, 1280),
+    "wkv": (1, 512, 5120),
+    "wo_b": (1, 5120, 8192),
+    "shared gate and up": (2, 2304, 5120),
+    "shared down": (1, 5120, 2304),
 }
 
 
@@ -192,11 +257,11 @@ def test_released_experts_lower_for_cuda(rows):
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("name", RELEASED_DENSE)
 def test_released_linears_lower_for_cuda(name, rows):
-    shape = RELEASED_DENSE[name]
-    blocks = shape[0] // 64
-    split = tilings.splits(blocks, shape[1])
-    tiling = tilings.choose(H200, 1, "fp8_32x32", blocks, rows, split)
-    assert "mosaic_gpu" in lowered(tiling, (quantized_shape("fp8_32x32", 1, *shape),), 1)
+    products, M, C = RELEASED_DENSE[name]
+    split = tilings.splits(M // 64, C)
+    tiling = tilings.choose(H200, products, "fp8_32x32", M // 64, rows, split)
+    weights = (quantized_shape("fp8_32x32", 1, M, C),) * products
+    assert "mosaic_gpu" in lowered(tiling, weights, 1)
 
 
 @interpreted
@@ -205,6 +270,8 @@ def test_live_tiles_are_data():
     case.run(Tiling(8, 1, 2, 1), (case.gate,))
     case.live, case.group = case.live - 1, case.group[::-1]
     y = case.run(Tiling(8, 1, 2, 1), (case.gate,))
+    case.live = case.live - 1
+    jax.block_until_ready(case.run(Tiling(8, 1, 2, 1), (case.gate,)))  # none at all
     assert grouped_product._cache_size() == 1
     x = np.asarray(case.x[:8].astype(jnp.float32), np.float64)
     assert apart(y[:8], x @ case.gate_values[1].T) < 3e-3
@@ -221,7 +288,7 @@ class TestEntries:
         monkeypatch.setattr(api, "grouped_product", interpreted)
 
     def test_routed_experts(self):
-        rng, (D, F, X, T, K) = np.random.default_rng(1), (512, 256, 6, 5, 2)
+        rng, (D, F, X, T, K) = np.random.default_rng(1), (256, 256, 4, 4, 2)
         shapes = ((X, F, D), (X, F, D), (X, D, F))
         plain = Experts(*(layouts.quantize(normal(rng, *s) / 16, "fp4_1x32") for s in shapes))
         arranged = Experts(*(w.to_layout("gpu") for w in plain))
@@ -238,8 +305,8 @@ class TestEntries:
 
     def test_linears_and_shared_expert(self):
         rng = np.random.default_rng(2)
-        w = layouts.quantize(normal(rng, 512, 512) / 16, "fp8_32x32")
-        x = normal(rng, 5, 4, 512).astype(jnp.bfloat16)
+        w = layouts.quantize(normal(rng, 256, 256) / 16, "fp8_32x32")
+        x = normal(rng, 3, 4, 256).astype(jnp.bfloat16)
         for run in (
             lambda w, how: linear(x[:, 0], w, implementation=how),
             lambda w, how: grouped_linear(x, w, groups=4, implementation=how),

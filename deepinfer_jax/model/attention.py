@@ -217,7 +217,7 @@ class Attention(nnx.Module):
         o = einops.rearrange(o, "t (g h) e -> t g (h e)", g=config.o_groups)
         if numerics.quantize_wo_a:
             o = fp8_blocks(o)
-        y = self.wo_a.grouped(o, config.o_groups, numerics)
+        y = self.wo_a.grouped(o, config.o_groups)
         y = einops.rearrange(y, "t g r -> t (g r)")
         return self.wo_b.quantized(y, numerics), weights
 

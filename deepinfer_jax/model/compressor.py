@@ -43,7 +43,7 @@ class Compressor(nnx.Module):
     def parts(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """What a token contributes: [T, 2, E] values and gates, wide; [T, E] latent for ratio 1."""
         if self.wgate is None:
-            return self.wkv.plain(x, numerics)
+            return self.wkv.plain(x)
         return jnp.stack([self.wkv.wide(x, numerics), self.wgate.wide(x, numerics)], axis=1)
 
     def latent(self, parts: jax.Array, eps: float, numerics: Numerics) -> jax.Array:

@@ -54,13 +54,13 @@ class Indexer(nnx.Module):
         q = einops.rearrange(q, "t (j c) -> t j c", j=config.index_n_heads)
         q = rotate(q, position, frequency)
         scale = (config.index_head_dim * config.index_n_heads) ** -0.5
-        gains = self.weights_proj.plain(x, numerics)
+        gains = self.weights_proj.plain(x)
         gains = round_to(gains.astype(numerics.wide) * scale, numerics.activation)
         return IndexQuery(mxfp4_blocks(q) if numerics.quantize_cache else q, gains)
 
     def key(self, latent, position, frequency, config: Config, numerics: Numerics) -> jax.Array:
         """Keys [T, C] of compressed latents [T, E], rotated at their group's first position."""
-        k = self.wk.plain(lax.stop_gradient(latent), numerics)
+        k = self.wk.plain(lax.stop_gradient(latent))
         k = self.k_norm(k, config.rms_norm_eps, numerics.wide)
         k = rotate(k, position, frequency)
         return mxfp4_blocks(k) if numerics.quantize_cache else k

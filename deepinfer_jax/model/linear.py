@@ -13,7 +13,6 @@ from deepinfer_jax.numerics import Numerics
 from pallas_kernels.grouped_matmul import grouped_linear, linear
 from pallas_kernels.layouts import QuantizedTensor
 from pallas_kernels.quantize import fp8_blocks
-from pallas_kernels.rounding import round_to
 
 
 def product(x: jax.Array, weight: jax.Array, wide) -> jax.Array:
@@ -39,30 +38,19 @@ class Linear(nnx.Module):
     def __init__(self, take):
         self.weight = nnx.Param(take("weight"))
 
-    def values(self, dtype) -> jax.Array:
-        """The weight as an array of `dtype`."""
-        return as_array(self.weight.get_value(), dtype)
+    def plain(self, x: jax.Array) -> jax.Array:
+        """`blinear` of spec 2.1: activation as it is, result rounded to its dtype."""
+        return linear(x, self.weight.get_value())
 
-    def plain(self, x: jax.Array, numerics: Numerics) -> jax.Array:
-        """`blinear` of spec 2.1: activation as it is, result rounded to the activation dtype."""
-        weight = self.weight.get_value()
-        if x.ndim == 2 and isinstance(weight, QuantizedTensor) and weight.layout == "gpu":
-            return linear(x, weight)
-        y = product(x, self.values(numerics.activation), numerics.wide)
-        return round_to(y, numerics.activation)
-
-    def grouped(self, x: jax.Array, groups: int, numerics: Numerics) -> jax.Array:
+    def grouped(self, x: jax.Array, groups: int) -> jax.Array:
         """`plain` for each group with its own rows of the weight: [T, G, K] to [T, G, N / G]."""
-        weight = self.weight.get_value()
-        if not isinstance(weight, QuantizedTensor):
-            weight = weight.astype(numerics.activation)
-        return grouped_linear(x, weight, groups=groups)
+        return grouped_linear(x, self.weight.get_value(), groups=groups)
 
     def quantized(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """`qlinear` of spec 2.1: activation through e4m3 first."""
         if numerics.quantize_activations:
             x = fp8_blocks(x)
-        return self.plain(x, numerics)
+        return self.plain(x)
 
     def wide(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """Unrounded result, for logits, routers and compressors: weights keep their own dtype."""

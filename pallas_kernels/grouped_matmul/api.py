@@ -8,17 +8,16 @@ columns of a weight.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.gpu_layout import ROWS
 from pallas_kernels.grouped_matmul import reference, tilings
 from pallas_kernels.grouped_matmul.reference import Experts
 from pallas_kernels.layouts import QuantizedTensor
 from pallas_kernels.quantize import fp8_blocks
-from pallas_kernels.rounding import round_to
 
 # With more rows a dense weight pays to be unpacked once for XLA's own matmul.
 _MOST_DENSE_ROWS = 512
@@ -30,18 +29,18 @@ def linear(x: jax.Array, weight, *, implementation: str | None = None) -> jax.Ar
     """X W^T accumulated in float32 and rounded once (spec 5.6).
 
     Args:
-        x: [T, C]; already through e4m3 if activations are quantised.
+        x: [..., C]; already through e4m3 if activations are quantised.
         weight: [M, C], `QuantizedTensor` or float.
         implementation: "gpu", "xla" or None for the best that can run.
 
     Returns:
-        [T, M] in x's dtype.
+        [..., M] in x's dtype.
     """
-    if _use_gpu(
-        "linear", implementation, ("xla",), x, (weight,), len(x) <= _MOST_DENSE_ROWS
-    ):
-        return _gpu_linear(x[:, None], weight, 1)[:, 0]
-    return _xla_linear(x[:, None], weight, 1)[:, 0]
+    *lead, C = x.shape
+    few = math.prod(lead) <= _MOST_DENSE_ROWS
+    if not _use_gpu("linear", implementation, ("xla",), x, (weight,), few):
+        return reference.linear(x, weight)
+    return _kernel(_dense_linear, reference.linear)(x.reshape(-1, C), weight).reshape(*lead, -1)
 
 
 def grouped_linear(x: jax.Array, weight, *, groups: int, implementation=None) -> jax.Array:
@@ -57,9 +56,10 @@ def grouped_linear(x: jax.Array, weight, *, groups: int, implementation=None) ->
         [T, G, M].
     """
     fits = len(x) <= _MOST_DENSE_ROWS and weight.shape[0] % (64 * groups) == 0
-    if _use_gpu("grouped_linear", implementation, ("xla",), x, (weight,), fits):
-        return _gpu_linear(x, weight, groups)
-    return _xla_linear(x, weight, groups)
+    plain = functools.partial(reference.grouped_linear, groups=groups)
+    if not _use_gpu("grouped_linear", implementation, ("xla",), x, (weight,), fits):
+        return plain(x, weight)
+    return _kernel(lambda x, weight: _dense_product(x, (weight,), groups), plain)(x, weight)
 
 
 def expert_mlp(
@@ -70,9 +70,11 @@ def expert_mlp(
     `implementation` is "gpu", "xla" or None for the best that can run.
     """
     few = len(x) <= _MOST_DENSE_ROWS
-    if _use_gpu("expert_mlp", implementation, ("xla",), x, experts, few):
-        return _gpu_expert(x, weight, experts, limit, quantize)
-    return reference.expert_mlp(x, weight, experts, limit=limit, quantize=quantize)
+    options = dict(limit=limit, quantize=quantize)
+    plain = functools.partial(reference.expert_mlp, **options)
+    if not _use_gpu("expert_mlp", implementation, ("xla",), x, experts, few):
+        return plain(x, weight, experts)
+    return _kernel(functools.partial(_dense_expert, **options), plain)(x, weight, experts)
 
 
 def routed_experts(
@@ -103,13 +105,16 @@ def routed_experts(
     Returns:
         float32 [T, D] (float64 for float64 inputs), not yet rounded.
     """
-    others = ("tiles", "dense")
-    if _use_gpu("routed_experts", implementation, others, x, experts, True):
-        return _gpu_experts(x, weight, experts, chosen, valid, limit, quantize)
-    return reference.routed_experts(
-        x, chosen, weight, valid, experts,
-        limit=limit, quantize=quantize, tile=tile, implementation=implementation,
-    )  # fmt: skip
+    options = dict(limit=limit, quantize=quantize)
+    if not _use_gpu("routed_experts", implementation, ("tiles", "dense"), x, experts, True):
+        return reference.routed_experts(
+            x, chosen, weight, valid, experts,
+            tile=tile, implementation=implementation, **options,
+        )  # fmt: skip
+    kernel, plain = (
+        functools.partial(f, **options) for f in (_grouped_experts, reference.differentiable)
+    )
+    return _kernel(kernel, plain)(x, weight, experts, chosen, valid)
 
 
 def _use_gpu(name, implementation, others, x, weights, worthwhile) -> bool:
@@ -160,6 +165,16 @@ def grouped_product(*arguments, **options) -> jax.Array:
     return gpu.grouped_product(*arguments, **options)
 
 
+def _kernel(function, plain):
+    """The function with the gradient of `plain`, which means the same."""
+    call = jax.custom_vjp(function)
+    call.defvjp(
+        lambda *given: (function(*given), given),
+        lambda given, cotangent: jax.vjp(plain, *given)[1](cotangent),
+    )
+    return call
+
+
 def _tiling(products, weight, blocks, rows, split=False):
     format = weight.format if isinstance(weight, QuantizedTensor) else "bfloat16"
     device = jax.devices()[0].device_kind
@@ -192,51 +207,17 @@ def _dense_product(x, weights, groups, share=None, limit=0.0):
     return y.reshape(groups, tiles * N, M)[:, :T].swapaxes(0, 1)
 
 
-def _xla_linear(x, weight, groups):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    w = weight.dequantize(x.dtype) if isinstance(weight, QuantizedTensor) else weight
-    w = _stack(w.astype(x.dtype), groups)
-    y = jnp.einsum(
-        "tgi,goi->tgo", x, w, precision=lax.Precision.HIGHEST, preferred_element_type=wide
-    )
-    return round_to(y, x.dtype)
+def _dense_linear(x, weight):
+    return _dense_product(x[:, None], (weight,), 1)[:, 0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gpu_linear(x, weight, groups):
-    return _dense_product(x, (weight,), groups)
-
-
-def _gpu_linear_pull(groups, saved, cotangent):
-    return jax.vjp(lambda x, w: _xla_linear(x, w, groups), *saved)[1](cotangent)
-
-
-_gpu_linear.defvjp(lambda x, w, groups: (_gpu_linear(x, w, groups), (x, w)), _gpu_linear_pull)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gpu_expert(x, weight, experts, limit, quantize):
+def _dense_expert(x, weight, experts, limit, quantize):
     hidden = _dense_product(x[:, None], (experts.gate, experts.up), 1, weight, limit)
     hidden = fp8_blocks(hidden) if quantize else hidden
     return _dense_product(hidden, (experts.down,), 1)[:, 0]
 
 
-def _gpu_expert_save(x, weight, experts, limit, quantize):
-    return _gpu_expert(x, weight, experts, limit, quantize), (x, weight, experts)
-
-
-def _gpu_expert_pull(limit, quantize, saved, cotangent):
-    def plain(x, weight, experts):
-        return reference.expert_mlp(x, weight, experts, limit=limit, quantize=quantize)
-
-    return jax.vjp(plain, *saved)[1](cotangent)
-
-
-_gpu_expert.defvjp(_gpu_expert_save, _gpu_expert_pull)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _gpu_experts(x, weight, experts, chosen, valid, limit, quantize):
+def _grouped_experts(x, weight, experts, chosen, valid, limit, quantize):
     (T, K), X = chosen.shape, experts.count
     pairs = T * K
     rows = tilings.expert_tile_rows(pairs, X)
@@ -284,11 +265,3 @@ def _ranks(expert, count):
     first = jnp.concatenate([jnp.cumsum(size) - size, jnp.sum(size, keepdims=True)])
     place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
     return place - first[expert], size
-
-
-def _gpu_experts_save(x, weight, experts, chosen, valid, limit, quantize):
-    y = _gpu_experts(x, weight, experts, chosen, valid, limit, quantize)
-    return y, (x, weight, experts, chosen, valid)
-
-
-_gpu_experts.defvjp(_gpu_experts_save, reference.pull_through_dense)

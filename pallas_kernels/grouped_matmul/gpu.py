@@ -7,8 +7,8 @@ thread straight into the registers the matrix unit reads (`gpu_layout`). One war
 the others multiply, each its own 64 rows of weights, all against the same activations.
 
 Every row of results is the same sequence of operations whatever else is computed beside it: a fixed
-order over columns, no splitting, no atomics. So rows are equal to the last bit for any number of
-other rows and any tile.
+order over columns, no atomics, and partial sums (`Tiling.split`) only as the weight alone decides.
+So rows are equal to the last bit for any number of other rows and any tile.
 
 Letters: T tiles, N activation rows of a tile, G weights in the stack, M weight rows, C columns.
 """
@@ -151,7 +151,7 @@ def grouped_product(
             if alone:
                 plgpu.set_max_registers(_registers(W), action="increase")
 
-            mine_s = me if tiling.split else 0
+            turn = me if tiling.split else 0
 
             def item(i, count):
                 tile, row = place(i)
@@ -162,7 +162,7 @@ def grouped_product(
                         plgpu.barrier_wait(full.at[slot])
                         for part in range(form.columns // _PART):
                             columns = pl.ds(part * _PART, _PART)
-                            right = x_s.at[slot, mine_s, :, columns].T
+                            right = x_s.at[slot, turn, :, columns].T
                             for j, total in enumerate(sums):
                                 held = [a.at[slot, me] for a in stage[j * each : (j + 1) * each]]
                                 left = form.left(held, part, left_s and left_s.at[me])

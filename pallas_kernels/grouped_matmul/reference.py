@@ -40,6 +40,29 @@ class Experts(NamedTuple):
         return jax.tree.leaves(self.gate)[0].shape[0]
 
 
+def linear(x: jax.Array, weight) -> jax.Array:
+    """X [..., C] times a weight [M, C], accumulated wide and rounded once (spec 5.6): [..., M]."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return _product(lax.dot_general, x, _values(weight, x.dtype), contract)
+
+
+def grouped_linear(x: jax.Array, weight, groups: int) -> jax.Array:
+    """`linear` of x [T, G, C] with a weight [G * M, C], each group with its own rows: [T, G, M]."""
+    w = _values(weight, x.dtype)
+    w = w.reshape(groups, -1, w.shape[-1])
+    return _product(functools.partial(jnp.einsum, "tgc,gmc->tgm"), x, w)
+
+
+def _values(weight, dtype) -> jax.Array:
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype)
+
+
+def _product(product, x, *operands) -> jax.Array:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = product(x, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+    return round_to(y, x.dtype)
+
+
 def expert_mlp(x, weight, experts: Experts, *, limit: float, quantize: bool) -> jax.Array:
     """One expert on rows (spec 7.3).
 
@@ -54,18 +77,6 @@ def expert_mlp(x, weight, experts: Experts, *, limit: float, quantize: bool) -> 
         [T, D] in x's dtype.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-
-    def linear(v, w):
-        w = w.dequantize(x.dtype) if isinstance(w, QuantizedTensor) else w.astype(x.dtype)
-        y = lax.dot_general(
-            v,
-            w,
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=wide,
-        )
-        return round_to(y, x.dtype)
-
     gate = linear(x, experts.gate).astype(wide)
     up = linear(x, experts.up).astype(wide)
     if limit:
@@ -89,28 +100,11 @@ def routed_experts(
     tile: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Sum over the chosen experts, in ascending expert order (spec 7.2).
+    """What `api.routed_experts` means and runs where the kernel does not; arguments as there.
 
-    Args:
-        x: [T, D]; already through e4m3 if activations are quantised.
-        chosen: int32 [T, K], ascending.
-        weight: float32 [T, K].
-        valid: bool [T]; rows that are not there cost nothing and give zero under "tiles".
-        experts: stacked weights.
-        limit: see `expert_mlp`.
-        quantize: see `expert_mlp`.
-        tile: rows in a tile of "tiles"; None picks one from the number of rows per expert.
-        implementation: "tiles", "dense" or None (tiles on CPU or when `tile` is given, else dense
-            while the experts are few for each choice).
-
-    Returns:
-        float32 [T, D] (float64 for float64 inputs), not yet rounded.
+    `implementation` None takes tiles on CPU or when `tile` is given, else dense while the experts
+    are few for each choice. Rows that are not there cost nothing under "tiles".
     """
-    if implementation not in (None, "tiles", "dense"):
-        raise ValueError(
-            f"routed_experts: implementation={implementation!r} does not exist; "
-            "choose None, 'tiles' or 'dense'"
-        )
     if implementation is None:
         few = experts.count <= _DENSE_RATIO * chosen.shape[1]
         prefer_tiles = tile is not None or jax.default_backend() == "cpu" or not few
@@ -187,20 +181,16 @@ def _tiles_save(x, weight, experts, chosen, valid, limit, quantize, tile):
     return y, (x, weight, experts, chosen, valid)
 
 
-def pull_through_dense(limit, quantize, saved, cotangent):
-    """Cotangents of (x, weight, experts, chosen, valid) through the dense form."""
-    x, weight, experts, chosen, valid = saved
+def differentiable(x, weight, experts, chosen, valid, limit, quantize):
+    """What the fast forms compute, in the form that is differentiated."""
     x, weight = (jnp.where(valid[:, None], a, 0) for a in (x, weight))  # 0 * NaN would not be 0
-
-    def dense(x, weight, experts):
-        return _dense(x, chosen, weight, experts, limit, quantize)
-
-    pull = jax.vjp(dense, x, weight, experts)[1]
-    return (*pull(jnp.where(valid[:, None], cotangent, 0)), None, None)
+    total = _dense(x, chosen, weight, experts, limit, quantize)
+    return jnp.where(valid[:, None], total, 0)
 
 
 def _tiles_pull(limit, quantize, tile, saved, cotangent):
-    return pull_through_dense(limit, quantize, saved, cotangent)
+    plain = functools.partial(differentiable, limit=limit, quantize=quantize)
+    return jax.vjp(plain, *saved)[1](cotangent)
 
 
 _tiles.defvjp(_tiles_save, _tiles_pull)

@@ -40,7 +40,6 @@ def unpack_columns(codes, scales, part: int, format: str) -> jax.Array:
 def _unpack(codes, scales, part, format):
     form = FORMS[format]
     i32 = ir.IntegerType.get_signless(32)
-    layout = mgpu.WGMMA_LAYOUT
     thread = arith.remui(mgpu.utils.thread_idx(), _constant(128))
     four = ir.VectorType.get((4,), i32)
 
@@ -62,8 +61,8 @@ def _unpack(codes, scales, part, format):
     else:
         scale = load(scales, arith.muli(warp, _constant(8)))  # (b / 4), twice
 
-    registers = np.empty(layout.registers_shape((ROWS, _PART)), dtype=object)
-    flat = {}
+    two = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = np.empty((_PART // 8, 2), dtype=object)  # (8 columns, h)
     each = form.words // 16
     for i in range(each):
         line = part * each + i
@@ -72,27 +71,17 @@ def _unpack(codes, scales, part, format):
         for v, word in enumerate(words):
             h = v % 2
             if format == "fp4_1x32":
-                block, places = 2 * line + v // 2, [(s, p) for s in range(2) for p in range(2)]
+                block, places = 2 * line + v // 2, range(4)  # (s, p)
                 power = multiplier(scale[2 * h + block // 4], block)
             else:
-                block, places = line, [(v // 2, p) for p in range(2)]
+                block, places = line, range(2 * (v // 2), 2 * (v // 2) + 2)
                 power = multiplier(scale[block // 4], block)
-            for (s, p), pair in zip(places, _extract(word, power, form.pairs), strict=True):
-                flat[h, (block - part * 2) * 4 + s * 2 + p] = pair
+            for place, pair in zip(places, _extract(word, power, form.pairs), strict=True):
+                registers[block % 2 * 4 + place, h] = mgpu.utils.bitcast(pair, two)
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, _PART))
     return mgpu.FragmentedArray(
-        _registers=_arranged(registers, flat), _layout=layout, _is_signed=None
+        _registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
     )
-
-
-def _arranged(registers, flat):
-    """Put the pair of (half of 16 rows, group of 8 columns) where the layout keeps it."""
-    two = ir.VectorType.get((2,), ir.BF16Type.get())
-    columns = registers.reshape(-1, _PART // 8, 2) if registers.shape[1] == _PART // 8 else None
-    if columns is None:
-        raise NotImplementedError(f"registers of a left operand arranged as {registers.shape}")
-    for (h, c), pair in flat.items():
-        columns[0, c, h] = mgpu.utils.bitcast(pair, two)
-    return columns.reshape(registers.shape)
 
 
 def _extract(word, power, pairs):
