@@ -354,3 +354,26 @@ def test_another_device_says_why():
 @pytest.mark.parametrize(("pairs", "rows"), [(48, 8), (1536, 8), (3072, 16), (49152, 72)])
 def test_expert_tiles_follow_the_mean(pairs, rows):
     assert tilings.expert_tile_rows(pairs, 384) == rows
+
+
+@pytest.mark.parametrize("compared", [0, 10**6])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_tiles_hold_every_pair_once(monkeypatch, compared, rows):
+    """By sorting and by comparing; experts with none, with exactly full tiles; pairs with none."""
+    monkeypatch.setattr(api, "_MOST_COMPARED", compared)
+    rng, X = np.random.default_rng(5), 5
+    expert = rng.permutation(np.repeat([0, 1, 3, 4, X], [16, 1, 33, 7, 6]))
+    tiles = jax.tree.map(np.asarray, api.arrange_tiles(jnp.asarray(expert, jnp.int32), X, rows))
+    group, place = [], {}
+    for e in range(X):
+        pairs = np.flatnonzero(expert == e)
+        for first in range(0, len(pairs), rows):
+            for i, pair in enumerate(pairs[first : first + rows]):
+                place[pair] = len(group) * rows + i
+            group.append(e)
+    assert tiles.live == len(group) <= len(tiles.group)
+    np.testing.assert_array_equal(tiles.group[: len(group)], group)
+    assert (tiles.group[len(group) :] == X).all()
+    for pair, e in enumerate(expert):
+        assert tiles.address[pair] == place.get(pair, len(tiles.source))
+        assert e == X or tiles.source[place[pair]] == pair

@@ -9,6 +9,7 @@ columns of a weight.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -219,38 +220,57 @@ def _dense_expert(x, weight, experts, limit, quantize):
 
 def _grouped_experts(x, weight, experts, chosen, valid, limit, quantize):
     (T, K), X = chosen.shape, experts.count
-    pairs = T * K
-    rows = tilings.expert_tile_rows(pairs, X)
+    rows = tilings.expert_tile_rows(T * K, X)
     up, down = (
         _tiling(products, weight, X * weight.shape[-2] // ROWS, rows)
         for products, weight in ((2, experts.gate), (1, experts.down))
     )
-    expert = jnp.where(valid[:, None], chosen, X).reshape(pairs)
-    rank, size = _ranks(expert, X)
-    tiles = (size + rows - 1) // rows
-    last_tile = jnp.cumsum(tiles)
-    most = min(pairs, pairs // rows + X)
-    group = jnp.sum(last_tile[:, None] <= jnp.arange(most), axis=0).astype(jnp.int32)
-    live = last_tile[-1:].astype(jnp.int32)
-
-    first_row = (last_tile - tiles) * rows
-    address = first_row[jnp.minimum(expert, X - 1)] + rank
-    address = jnp.where(expert < X, address, most * rows)  # out of range: dropped
-    source = jnp.zeros(most * rows, jnp.int32).at[address].set(
-        jnp.arange(pairs, dtype=jnp.int32), mode="drop"
-    )
+    tiles = arrange_tiles(jnp.where(valid[:, None], chosen, X).reshape(T * K), X, rows)
     hidden = grouped_product(
-        x[source // K], (experts.gate, experts.up), group, live, weight.reshape(pairs)[source],
-        tiling=up, limit=limit,
+        x[tiles.source // K], (experts.gate, experts.up), tiles.group, tiles.live,
+        weight.reshape(T * K)[tiles.source], tiling=up, limit=limit,
     )  # fmt: skip
     hidden = fp8_blocks(hidden) if quantize else hidden
-    results = grouped_product(hidden, (experts.down,), group, live, tiling=down)
+    results = grouped_product(hidden, (experts.down,), tiles.group, tiles.live, tiling=down)
 
-    address = jnp.where(valid[:, None], address.reshape(T, K), 0)
+    address = jnp.where(valid[:, None], tiles.address.reshape(T, K), 0)
     total = jnp.zeros(x.shape, jnp.float32)
     for k in range(K):
         total = total + results[address[:, k]].astype(jnp.float32)
     return jnp.where(valid[:, None], total, 0)
+
+
+class Tiles(NamedTuple):
+    """Pairs of a row and an expert, laid out in tiles of pairs that share the expert.
+
+    Attributes:
+        group: int32 [tiles], expert of each tile; tiles that are not live name none.
+        live: int32 [1], tiles that hold pairs; they come first.
+        source: int32 [tiles * rows], the pair at each place; 0 where there is none.
+        address: int32 [pairs], the place of each pair; out of range if it has no expert.
+    """
+
+    group: jax.Array
+    live: jax.Array
+    source: jax.Array
+    address: jax.Array
+
+
+def arrange_tiles(expert: jax.Array, count: int, rows: int) -> Tiles:
+    """Tiles of `rows` places for pairs with these experts, int32 [pairs]; `count` means none."""
+    pairs = expert.shape[0]
+    rank, size = _ranks(expert, count)
+    tiles = (size + rows - 1) // rows
+    last = jnp.cumsum(tiles)
+    most = min(pairs, pairs // rows + count)
+    group = jnp.sum(last[:, None] <= jnp.arange(most), axis=0, dtype=jnp.int32)
+    first_row = (last - tiles) * rows
+    address = first_row[jnp.minimum(expert, count - 1)] + rank
+    address = jnp.where(expert < count, address, most * rows)
+    source = jnp.zeros(most * rows, jnp.int32).at[address].set(
+        jnp.arange(pairs, dtype=jnp.int32), mode="drop"
+    )
+    return Tiles(group, last[-1:].astype(jnp.int32), source, address)
 
 
 def _ranks(expert, count):
